@@ -54,8 +54,9 @@ DELAYS: dict[str, dict[str, Any]] = {
     "cd-5, stale": {"delay": 5, "gradients": "stale"},
     "cd-5, keep, stale": {"delay": 5, "keep": True, "gradients": "stale"},
 }
-#: cornell5 has 4,735 columns, 0 or 1, whose sums take 3 s an epoch; "cornell5-pca" has so many principal components.
+#: Principal components in "cornell5-pca" that replace the 4,735 features of cornell5, whose sums take 3 s an epoch.
 COMPONENTS = 128
+MOST_NEAR = 0.02  # share of nodes whose class may depend on rounding
 LAST = 10  # epochs whose mean is told beside the best one
 
 CASE = (
@@ -174,9 +175,10 @@ def measure(pool: RankPool, options: argparse.Namespace, case: dict[str, Any], w
     scores = ranks[0]["scores"]
     best = max(range(len(scores)), key=lambda at: scores[at][0])
     whole = work / f"{case['graph']}-whole"
-    partition_graph(data, whole, num_parts=1)
+    if not whole.exists():
+        partition_graph(data, whole, num_parts=1)
     one_process, near = accuracy_of_one(case, whole, ranks[0]["state"])
-    if abs(one_process - scores[-1][0]) > near + 1e-6:
+    if near > MOST_NEAR or abs(one_process - scores[-1][0]) > near + 1e-6:
         raise RuntimeError(f"{case}: evaluation gives {scores[-1][0]}, one process {one_process}")
     num_rows = sum(part["num_owned"] + part["num_halo"] for part in meta["parts"])
     results = (

@@ -6,16 +6,14 @@ Conventions are those of :mod:`pygdist.kernels._spmm_ops`.
 operator                          result                          gradient
 ================================  ==============================  ===========================
 ``pygdist::extremum``             ``(N, F)`` and places           by the operators below
-``pygdist::extremum_scatter``     ``(M, F)``, gradient of ``x``   none
-``pygdist::share_ties``           ``(N, F)``                      none
-``pygdist::extremum_grad``        ``(M, F)``, gradient of ``x``   none
+``pygdist::extremum_x_grad``      ``(M, F)``, gradient of ``x``   none
 ``pygdist::extremum_value_grad``  ``(E, H)``, of edge values      none
 ================================  ==============================  ===========================
 
-The gradient of ``x`` takes one of two ways. Where rows have many entries, the forward pass keeps the place of each
-extremum (int32, see ``pygdist_native.h``), and the backward pass adds each gradient to the row at its place. Otherwise,
-and where more than two entries attain many of the extrema, the backward pass compares all messages with the extrema
-again.
+The gradient of ``x`` takes one of two ways. Where rows have many entries and edge values need no gradient, the forward
+pass keeps the place of each extremum (int32, see ``pygdist_native.h``), and the backward pass adds each gradient to the
+row at its place. Otherwise, and where more than two entries attain many of the extrema, the backward pass compares all
+messages with the extrema again.
 """
 
 from __future__ import annotations
@@ -33,14 +31,13 @@ SEVERAL = -2
 """The place of an extremum that more than two entries attain."""
 
 _MANY_TIES = 64
-"""Ties are looked for one by one if they are at most one in so many extrema."""
+"""Ties are looked for one by one if their rows have at most one in so many of all entries, column by column."""
 
 _INPUTS = "Tensor x, Tensor? weight, Tensor? perm, str op"
-_EXTREMA = f"{_INPUTS}, Tensor out, Tensor grad"
 
 
 def _places(indptr: Tensor, index: Tensor, x: Tensor, graded: bool) -> Tensor:
-    keeps = graded and kernels_for(x).keeps_places(indptr.shape[0] - 1, x.shape[0], index.shape[0])
+    keeps = graded and kernels_for(x).keeps_places(indptr.shape[0] - 1, index.shape[0], x)
     return x.new_empty((indptr.shape[0] - 1, x.shape[1]) if keeps else (0, 0), dtype=torch.int32)
 
 
@@ -57,66 +54,74 @@ extremum_op = operator(
     ),
 )
 
-extremum_scatter_op = operator(
-    f"extremum_scatter({MATRIX}, {_INPUTS}, Tensor out, Tensor places, Tensor grad) -> Tensor",
-    lambda indptr, index, x, weight, perm, op, out, places, grad: kernels_for(x).extremum_scatter(
-        CSR(indptr, index, x.shape[0], perm), x, weight, op, out, places, grad
-    ),
-    fake=lambda indptr, index, x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
-)
-
-share_ties_op = operator(
-    f"share_ties({MATRIX}, {_EXTREMA}) -> Tensor",
-    lambda indptr, index, x, weight, perm, op, out, grad: kernels_for(x).share_ties(
-        CSR(indptr, index, x.shape[0], perm), x, weight, op, out, grad
-    ),
-    fake=lambda *args: torch.empty_like(args[-1], memory_format=torch.contiguous_format),
-)
-
-# the matrix is the transpose
-extremum_grad_op = operator(
-    f"extremum_grad({MATRIX}, {_EXTREMA}) -> Tensor",
-    lambda indptr, index, x, weight, perm, op, out, share: kernels_for(x).extremum_grad(
-        CSR(indptr, index, out.shape[0], perm), x, weight, op, out, share
-    ),
+extremum_x_grad_op = operator(
+    f"extremum_x_grad({MATRIX}, {_INPUTS}, Tensor out, Tensor places, Tensor grad, {TRANSPOSED}, "
+    "Tensor? transposed_weight=None) -> Tensor",
+    lambda *arguments: _gradient_of_x(*arguments),
     fake=lambda indptr, index, x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
 )
 
 extremum_value_grad_op = operator(
-    f"extremum_value_grad({MATRIX}, {_EXTREMA}) -> Tensor",
-    lambda indptr, index, x, weight, perm, op, out, share: kernels_for(x).extremum_value_grad(
-        CSR(indptr, index, x.shape[0], perm), x, weight, op, out, share
+    f"extremum_value_grad({MATRIX}, {_INPUTS}, Tensor out, Tensor grad) -> Tensor",
+    lambda indptr, index, x, weight, perm, op, out, grad: _gradient_of_values(
+        CSR(indptr, index, x.shape[0], perm), x, weight, op, out, grad
     ),
     fake=lambda indptr, index, x, weight, *_: torch.empty_like(weight, memory_format=torch.contiguous_format),
 )
+
+
+def _gradient_of_x(
+    indptr: Tensor,
+    index: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    perm: Tensor | None,
+    op: str,
+    out: Tensor,
+    places: Tensor,
+    grad: Tensor,
+    *transposed: Tensor | None,
+) -> Tensor:
+    # one operator, as the choice depends on values: torch.compile must not trace it
+    csr, kernels = CSR(indptr, index, x.shape[0], perm), kernels_for(x)
+    if places.numel() and _few_ties(csr, places):
+        result: Tensor = kernels.extremum_scatter(csr, x, weight, op, out, places, grad)
+        return result
+    known = [*transposed, *[None] * (4 - len(transposed))]  # torch leaves out the last ones if they are the defaults
+    back, values = back_to_columns(csr, weight, known)
+    share = kernels.share_ties(csr, x, weight, op, out, grad)
+    result = kernels.extremum_grad(back, x, values, op, out, share)
+    return result
+
+
+def _gradient_of_values(csr: CSR, x: Tensor, weight: Tensor, op: str, out: Tensor, grad: Tensor) -> Tensor:
+    kernels = kernels_for(x)
+    share = kernels.share_ties(csr, x, weight, op, out, grad)
+    result: Tensor = kernels.extremum_value_grad(csr, x, weight, op, out, share)
+    return result
+
+
+def _few_ties(csr: CSR, places: Tensor) -> bool:
+    """Return true if looking for ties, entry by entry of their rows, is little work beside looking at all entries."""
+    entries = (places == SEVERAL).sum(1) * csr.indptr.diff()
+    return int(entries.sum()) * _MANY_TIES <= csr.num_entries * places.shape[1]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     indptr, index, x, weight, perm, ctx.op, _, _, *transposed = inputs
     out, places = output
     ctx.mark_non_differentiable(places)
+    ctx.set_materialize_grads(False)  # places would get one
     ctx.save_for_backward(indptr, index, x, weight, perm, out, places, *transposed)
 
 
-def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     indptr, index, x, weight, perm, out, places, *transposed = ctx.saved_tensors
     _, _, needs_x, needs_weight, *_ = ctx.needs_input_grad
     forward = indptr, index, x, weight, perm, ctx.op, out
-    grad_x = grad_weight = None
-    if needs_x and not needs_weight and places.numel() and _few_ties(places):
-        grad_x = extremum_scatter_op(*forward, places, grad)
-    elif needs_x or needs_weight:
-        share = share_ties_op(*forward, grad)
-        if needs_weight:
-            grad_weight = extremum_value_grad_op(*forward, share)
-        if needs_x:
-            back, values = back_to_columns(CSR(indptr, index, x.shape[0], perm), weight, transposed)
-            grad_x = extremum_grad_op(back.indptr, back.index, x, values, back.perm, ctx.op, out, share)
+    grad_x = extremum_x_grad_op(*forward, places, grad, *transposed) if needs_x and grad is not None else None
+    grad_weight = extremum_value_grad_op(*forward, grad) if needs_weight and grad is not None else None
     return None, None, grad_x, grad_weight, *[None] * 8
-
-
-def _few_ties(places: Tensor) -> bool:
-    return int((places == SEVERAL).sum()) * _MANY_TIES <= places.numel()
 
 
 extremum_op.register_autograd(_backward, setup_context=_setup)

@@ -18,7 +18,9 @@ from pygdist.kernels.csr import CSR
 from pygdist.native import Status, library
 
 _REDUCE_CODES = {"sum": 0, "mean": 1, "max": 2, "min": 3}
-_OFTEN = 16  # entries of a row on average from which keeping the places of extrema pays
+# Keeping the places of extrema pays from so many entries of a row on average, and of values in them. It does not depend
+# on the number of threads, as results must not; many threads share few columns badly.
+_OFTEN, _MANY_VALUES = 16, 2048
 _ONTO = 4
 _OP_CODES = {"copy": 0, "mul": 1, "add": 2}
 
@@ -34,8 +36,9 @@ def spmm_into(out: Tensor, csr: CSR, x: Tensor, weight: Tensor | None, *, onto: 
     _call("pygdist_spmm", csr, weight, x, _ONTO if onto else _REDUCE_CODES["sum"], x, out, op=op)
 
 
-def keeps_places(num_rows: int, num_cols: int, num_entries: int) -> bool:
-    return max(num_cols, num_entries) < 2**31 and num_entries >= _OFTEN * num_rows
+def keeps_places(num_rows: int, num_entries: int, x: Tensor) -> bool:
+    worth = num_entries >= _OFTEN * num_rows and num_entries * x.shape[1] >= _MANY_VALUES * num_rows
+    return worth and max(x.shape[0], num_entries) < 2**31  # a place is a column or a position in a row
 
 
 def extremum(csr: CSR, x: Tensor, weight: Tensor | None, op: str, reduce: str, places: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,6 +50,7 @@ def extremum(csr: CSR, x: Tensor, weight: Tensor | None, op: str, reduce: str, p
 def extremum_scatter(
     csr: CSR, x: Tensor, weight: Tensor | None, op: str, out: Tensor, places: Tensor, grad: Tensor
 ) -> Tensor:
+    """Sum, for each source, the shares of the extrema that it attains, by the places that :func:`extremum` has kept."""
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
     _call("pygdist_extremum_scatter", csr, weight, x, x, out, places, grad, grad_x, op=op)
     return grad_x

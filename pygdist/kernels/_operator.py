@@ -21,7 +21,7 @@ TRANSPOSED = "Tensor? transposed_indptr=None, Tensor? transposed_index=None, Ten
 
 
 def kernels_for(x: Tensor) -> ModuleType:
-    """Return :mod:`_native` or :mod:`_torch`, which define the same functions."""
+    """Return :mod:`_native` or :mod:`_torch`, which define the same functions, but for places of extrema."""
     return _native if x.device.type == "cpu" and library.load() is not None else _torch
 
 

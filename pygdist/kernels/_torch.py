@@ -41,8 +41,8 @@ def spmm_into(out: Tensor, csr: CSR, x: Tensor, weight: Tensor | None, *, onto: 
     _ = out.add_(sums) if onto else out.copy_(sums)
 
 
-def keeps_places(num_rows: int, num_cols: int, num_entries: int) -> bool:
-    """Return true if :func:`extremum` fills ``places``, and :func:`extremum_scatter` exists."""
+def keeps_places(num_rows: int, num_entries: int, x: Tensor) -> bool:
+    """Return true if :func:`extremum` fills ``places``. Then ``extremum_scatter`` computes the gradient from them."""
     return False
 
 

@@ -256,7 +256,7 @@ def test_extrema_and_nan_count_at_each_place_of_a_row(reduce: str, dtype: torch.
     if set_isa(level) != level:
         pytest.skip(f"this machine lacks {level.name}")
     torch.manual_seed(6)
-    for length, width, weighted in itertools.product((12, 13, 14, 15), (1, 8, 32), (False, True)):
+    for length, width, weighted in itertools.product((1, 2, 15, 16, 17), (1, 8, 32), (False, True)):
         csr = CSR(torch.arange(length + 1) * length, torch.arange(length**2, dtype=torch.int32), length**2)
         weight = torch.randint(1, 3, (length**2,)).to(dtype) if weighted else None
         sign, place = -1 if reduce == "max" else 1, torch.arange(length)  # all values are beyond 0
@@ -273,7 +273,7 @@ def test_extrema_and_nan_count_at_each_place_of_a_row(reduce: str, dtype: torch.
         assert int(found.isnan().sum()) == length
 
 
-def _few_ties(csr: CSR, width: int, dtype: torch.dtype) -> Tensor:
+def _with_some_ties(csr: CSR, width: int, dtype: torch.dtype) -> Tensor:
     """Rows of distinct values but for ties at a maximum, at a minimum and at 0, and a NaN."""
     values = torch.randperm(csr.num_cols * width, generator=torch.Generator().manual_seed(3)).view(csr.num_cols, width)
     x = values.to(dtype) - values.numel() / 2
@@ -303,9 +303,10 @@ def test_gradients_go_to_the_places_of_extrema(reduce: str, op: str | None, leve
     real = operator._native.extremum_scatter
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operator._native, "extremum_scatter", counted)
-        patch.setattr(extrema, "_few_ties", lambda _: True)
+        patch.setattr(extrema, "_few_ties", lambda *_: True)
+        patch.setattr(operator._native, "keeps_places", lambda *_: True)
         for dtype, width, heads in itertools.product((torch.float32, torch.float64), (11, 128, 200), (1, 2)):
-            x = _few_ties(csr, width * heads, dtype).view(201, heads, width)
+            x = _with_some_ties(csr, width * heads, dtype).view(201, heads, width)
             weight = None if op is None else torch.randint(1, 3, (200, heads)).to(dtype)
             product = {} if op is None else {"op": op}
             graph, leaf = torch.randn(4, heads, width, dtype=dtype), x.clone().requires_grad_()
@@ -321,24 +322,84 @@ def test_gradients_go_to_the_places_of_extrema(reduce: str, op: str | None, leve
 def test_many_ties_are_not_looked_for_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operator._native, "extremum_scatter", lambda *_: pytest.fail("each tie by itself"))
     csr = random_csr(20, 30, 800)
-    assert_matches_oracle(csr, torch.randint(-1, 2, (csr.num_cols, 17)).double(), None, "max")
-    places = torch.tensor([extrema.SEVERAL] + [3] * 63)
-    assert extrema._few_ties(places)
-    assert not extrema._few_ties(places[:-1])
+    assert_matches_oracle(csr, torch.randint(-1, 2, (csr.num_cols, 170)).double(), None, "max")
+    hub = CSR(torch.tensor([0, 63, *range(64, 2000)]), torch.zeros(1999, dtype=torch.int32), 1)
+    places = torch.zeros(hub.num_rows, 2, dtype=torch.int32)
+    places[1, 0] = extrema.SEVERAL
+    assert extrema._few_ties(hub, places)
+    places[0, 0] = extrema.SEVERAL  # one extremum, but the entries of its row are one in 63 of all
+    assert not extrema._few_ties(hub, places)
 
 
-@needs_library
+@pytest.fixture
+def by_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep places of all extrema, and look for all ties one by one."""
+    if load() is None:
+        pytest.skip("the native library was not built here")
+    monkeypatch.setattr(extrema, "_few_ties", lambda *_: True)
+    monkeypatch.setattr(operator._native, "keeps_places", lambda *_: True)
+    monkeypatch.setattr(operator._native, "share_ties", lambda *_: pytest.fail("compared all messages"))
+
+
+def gradients_of_x(csr: CSR, x: Tensor, weight: Tensor | None, reduce: str, op: str = "mul") -> tuple[Tensor, Tensor]:
+    """Return the gradient of ``x`` and what the oracle says."""
+    leaf = x.clone().requires_grad_()
+    outs = [product(csr, leaf, weight, reduce, op=op) for product in (spmm, scatter_oracle)]
+    grad = torch.randn(outs[0].shape, dtype=x.dtype, generator=torch.Generator().manual_seed(5))
+    assert torch.equal(*outs)
+    found, expected = (torch.autograd.grad(out, leaf, grad)[0] for out in outs)
+    return found, expected
+
+
+@pytest.mark.parametrize("int64", [False, True], ids=["int32", "int64"])
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-def test_all_ties_by_their_places(monkeypatch: pytest.MonkeyPatch, weighted: bool) -> None:
-    monkeypatch.setattr(extrema, "_few_ties", lambda _: True)
-    csr = random_csr(20, 30, 800)
+@pytest.mark.usefixtures("by_places")
+def test_all_ties_by_their_places(weighted: bool, int64: bool) -> None:
+    csr = with_int64(random_csr(20, 30, 800)) if int64 else random_csr(20, 30, 800)
     x, weight = (torch.randint(-1, 2, shape).double() for shape in ((csr.num_cols, 17), (csr.num_entries,)))
-    leaf = x.requires_grad_()
-    grads = [
-        torch.autograd.grad(one(csr, leaf, weight if weighted else None, "min").square().sum(), leaf)[0]
-        for one in (spmm, scatter_oracle)
-    ]
-    torch.testing.assert_close(*grads)
+    torch.testing.assert_close(*gradients_of_x(csr, x, weight if weighted else None, "min"))
+
+
+@pytest.mark.parametrize("length", [2**15, 2**15 + 1])
+@pytest.mark.usefixtures("by_places")
+def test_two_entries_at_the_ends_of_a_long_row_share(length: int) -> None:
+    csr = CSR(torch.tensor([0, length]), torch.arange(length, dtype=torch.int32), length)
+    x = torch.randn(length, 3)
+    x[0, 0] = x[-1, 0] = x[-2, 1] = x[-1, 1] = 10
+    torch.testing.assert_close(*gradients_of_x(csr, x, None, "max"))
+
+
+@pytest.mark.parametrize("reduce", ["max", "min"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.usefixtures("by_places")
+def test_extrema_of_infinities_and_of_huge_numbers(reduce: str, dtype: torch.dtype) -> None:
+    inf, huge = float("inf"), torch.finfo(dtype).max
+    columns = [[inf, -inf, 0, 1], [-inf] * 4, [inf] * 4, [huge, huge, -inf, -huge], [-huge, -huge, huge, 1]]
+    csr = CSR(torch.tensor([0, 4]), torch.arange(4, dtype=torch.int32), 4)
+    torch.testing.assert_close(*gradients_of_x(csr, torch.tensor(columns, dtype=dtype).t(), None, reduce))
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.usefixtures("by_places")
+def test_places_found_slab_by_slab(heads: int, weighted: bool) -> None:
+    csr = random_csr(1500, 2500, 40_000)
+    x = torch.randn(csr.num_cols, heads, 262 // heads)
+    weight = torch.randn(csr.num_entries, heads) if weighted else None
+    found, expected = gradients_of_x(csr, x, weight, "max")
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.usefixtures("by_places")
+def test_places_give_the_same_bits_for_any_number_of_threads() -> None:
+    csr = random_csr(1000, 700, 30_000)
+    for width in (1, 16, 33, 130):
+        x = torch.randint(-9, 9, (csr.num_cols, width)).float()
+        found = []
+        for num_threads in (1, 2, 3, 7, 16):
+            torch.set_num_threads(num_threads)
+            found.append(gradients_of_x(csr, x, None, "max")[0])
+        assert all(torch.equal(one, found[0]) for one in found)
 
 
 @pytest.mark.parametrize("reduce", REDUCES)
@@ -462,25 +523,27 @@ def test_operators_are_well_formed(reduce: str) -> None:
         x, values = x.detach(), weight.detach().unsqueeze(1)
         out, grad = spmm(csr, x, values[:, 0], reduce), torch.randn(6, 3, dtype=torch.float64)
         arguments = (*matrix, x, values, None, "mul", out)
-        torch.library.opcheck(extrema.share_ties_op, (*arguments, grad))
-        torch.library.opcheck(extrema.extremum_grad_op, (*transposed[:2], x, values, back.perm, "mul", out, grad))
+        no_places = torch.empty(0, 0, dtype=torch.int32)
+        torch.library.opcheck(extrema.extremum_x_grad_op, (*arguments, no_places, grad, *transposed))
         torch.library.opcheck(extrema.extremum_value_grad_op, (*arguments, grad))
-        if load() is not None:
-            places = torch.full((6, 3), extrema.SEVERAL, dtype=torch.int32)
-            torch.library.opcheck(extrema.extremum_scatter_op, (*arguments, places, grad))
+        dense, wide = random_csr(6, 5, 200), torch.randn(5, 256, dtype=torch.float64, requires_grad=True)
+        arguments = (dense.indptr, dense.index, wide, None, None, "copy", reduce, True)
+        assert extrema.extremum_op(*arguments)[1].shape == ((6, 256) if load() is not None else (0, 0))
+        torch.library.opcheck(extrema.extremum_op, arguments)
     y = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)
     torch.library.opcheck(ops.sddmm_op, (*matrix, x, y, None, 3, *transposed))
 
 
-def test_compiles_without_a_graph_break() -> None:
-    csr = random_csr()
+@pytest.mark.parametrize("reduce", ["mean", "max"])
+def test_compiles_without_a_graph_break(reduce: Any) -> None:
+    csr = random_csr(12, 30, 400)
     back = transpose(csr)
 
     def layer(x: Tensor) -> Tensor:
-        return spmm(csr, x * 2, None, "mean", transposed=back).relu()
+        return spmm(csr, x * 2, None, reduce, transposed=back).relu()
 
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    x = torch.randn(csr.num_cols, 8, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(csr.num_cols, 256, dtype=torch.float64, requires_grad=True)
     (expected,) = torch.autograd.grad(layer(x).sum(), x)
     (found,) = torch.autograd.grad(compiled(x).sum(), x)
     assert torch.equal(found, expected)

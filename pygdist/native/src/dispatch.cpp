@@ -233,39 +233,21 @@ void run_slabs(RowsKernel kernel, Job& job, int64_t slab_bytes = kSlabBytes,
   }
 }
 
-// Runs a kernel that adds to rows of the result as entries name them. A thread has a cache line of columns and, where
-// lines are fewer than threads, a part of the rows: each sum is taken in one order whatever the number of threads. Lines
-// of one column lie side by side while they are added to, and are copied to their rows in the end.
-bool run_columns(RowsKernel kernel, const Job& whole) {
-  const int64_t size = whole.csr.value_bits / 8, rows = whole.csr.num_cols, features = whole.csr.num_features;
-  const int64_t columns = kLineBytes / size, lines = (features + columns - 1) / columns;
+// Runs a kernel that adds to rows of the result as entries name them, each sum in one order whatever the number of
+// threads: a thread has some cache lines of each row or, where these are fewer than threads, a part of the rows, too.
+void run_columns(RowsKernel kernel, const Job& whole) {
+  const int64_t columns = kLineBytes * 8 / whole.csr.value_bits, rows = whole.csr.num_cols;
+  const int64_t lines = (whole.csr.num_features + columns - 1) / columns;
   const int64_t threads = std::max<int64_t>(whole.csr.num_threads, 1);
-  const int64_t parts = lines ? (threads + lines - 1) / lines : 0;
-  const int64_t at_once = std::min(threads, lines);
-  const Buffer slabs = allocate(at_once * rows * kLineBytes);
-  if (!slabs) return false;
-  for (int64_t first = 0; first < lines; first += at_once) {
-    const int64_t count = std::min(at_once, lines - first) * parts;
+  const int64_t groups = std::min(threads, lines), parts = groups ? threads / groups : 0;
 #pragma omp parallel for schedule(static) num_threads(static_cast<int>(threads))
-    for (int64_t task = 0; task < count; ++task) {
-      const int64_t line = first + task / parts, part = task % parts;
-      const int64_t begin = rows * part / parts, end = rows * (part + 1) / parts;
-      char* const slab = slabs.get() + task / parts * rows * kLineBytes;
-      Job job = whole;
-      job.first_column = line * columns;
-      job.last_column = std::min(job.first_column + columns, features);
-      job.stride = columns;
-      job.result = slab - job.first_column * size;
-      std::memset(slab + begin * kLineBytes, 0, (end - begin) * kLineBytes);
-      kernel(job, begin, end);
-      const int64_t width = (job.last_column - job.first_column) * size;
-      char* const rows_to = static_cast<char*>(whole.result) + job.first_column * size;
-      for (int64_t row = begin; row < end; ++row) {
-        std::memcpy(rows_to + row * features * size, slab + row * kLineBytes, width);
-      }
-    }
+  for (int64_t task = 0; task < groups * parts; ++task) {
+    const int64_t group = task / parts, part = task % parts;
+    Job job = whole;
+    job.first_column = lines * group / groups * columns;
+    job.last_column = std::min(lines * (group + 1) / groups * columns, whole.csr.num_features);
+    kernel(job, rows * part / parts, rows * (part + 1) / parts);
   }
-  return true;
 }
 
 bool known_types(const pygdist_csr& csr, bool half = false, bool short_index = false) {
@@ -355,7 +337,8 @@ int32_t pygdist_extremum_scatter(const pygdist_csr* csr, const void* x, const vo
   job.grad = grad_out;
   job.result = grad_x;
   pygdist::expect_writes(grad_x, csr->num_cols * csr->num_features * csr->value_bits / 8);
-  return pygdist::run_columns(pygdist::kernels().extremum_scatter, job) ? PYGDIST_OK : PYGDIST_NO_MEMORY;
+  pygdist::run_columns(pygdist::kernels().extremum_scatter, job);
+  return PYGDIST_OK;
 }
 
 int32_t pygdist_share_ties(const pygdist_csr* csr, const void* x, const void* out, const void* grad_out, void* share) {

@@ -22,12 +22,6 @@ struct WholeOf<double> {
   using type = int64_t;
 };
 
-// Two places in a row of at most kPairs entries take one number, from PYGDIST_PAIRS on.
-constexpr int64_t kPairs = 1 << 15;
-inline int32_t pair_of(int64_t first, int64_t second) {
-  return static_cast<int32_t>(PYGDIST_PAIRS + first * kPairs + second);
-}
-
 template <int Lanes, class Whole>
 inline void store_places(int32_t* to, const Whole& places) {
   const auto narrow = [&] {
@@ -65,81 +59,103 @@ inline bool any(const Mask& mask) {
   }
 }
 
-// Corrects the extremum of one column, and its place if there is one, where vectors leave doubts: a NaN may be among the
-// messages, or more than one entry attains the extremum, first the one at `place`, last the one at `last`.
-template <int32_t Op, class T, class I>
-__attribute__((noinline)) void settle(const View<T, I>& view, const Job& job, int64_t row, int64_t head, int64_t f, bool nan, int64_t last, T* out,
-            int32_t* place) {
+inline int32_t* places_of(const Job& job, int64_t row) {
+  return static_cast<int32_t*>(job.row_result) + row * job.csr.num_features;
+}
+
+// Corrects the extremum of column f where vectors leave doubts: a NaN may be among the messages, or more than one entry
+// attains the extremum, first the one at the place that is written, last the one at `last`.
+template <bool Placed, int32_t Op, class T, class I>
+__attribute__((noinline)) void settle(const View<T, I>& view, const Job& job, int64_t row, int64_t f, bool nan,
+                                      int64_t last) {
   const T* const x = static_cast<const T*>(job.x);
-  const int64_t begin = view.indptr[row], end = view.indptr[row + 1];
+  T& out = static_cast<T*>(job.result)[row * view.features + f];
+  const int64_t begin = view.indptr[row], end = view.indptr[row + 1], head = f / view.channels;
   const auto found = [&](int64_t e) { return message<Op>(view.row_of(x, e)[f], edge_value<Op>(view, e, head)); };
   for (int64_t e = begin; nan && e < end; ++e) {
     if (found(e) == found(e)) continue;
-    *out = found(e);
-    if (place) *place = PYGDIST_NOWHERE;
+    out = found(e);
+    if constexpr (Placed) places_of(job, row)[f] = PYGDIST_NOWHERE;
     return;
   }
-  if (!place) return;
-  const int64_t first = *place;
-  bool two = end - begin <= kPairs;
-  for (int64_t e = begin + first + 1; two && e < begin + last; ++e) two = found(e) != *out;
-  if (first != last) *place = two ? pair_of(first, last) : PYGDIST_SEVERAL;
+  if constexpr (Placed) {
+    int32_t& place = places_of(job, row)[f];
+    const int64_t first = place;
+    bool two = end - begin <= PYGDIST_PAIR_BASE;
+    for (int64_t e = begin + first + 1; two && e < begin + last; ++e) two = found(e) != out;
+    const int64_t pair = PYGDIST_PAIRS + first * PYGDIST_PAIR_BASE + last, several = PYGDIST_SEVERAL;
+    if (first != last) place = static_cast<int32_t>(two ? pair : several);
+  }
 }
 
-// The extrema of a row and, if `Placed`, where each was found. Vectors compare without regard to NaN, which is lost
-// then; but a sum of all messages is NaN if one of them is (or if both infinities are among them).
+// The same for a vector of columns, where there are doubts.
+template <bool Placed, int32_t Op, int Lanes, class T, class I, class V, class Whole>
+inline void settle_lanes(const View<T, I>& view, const Job& job, int64_t row, int64_t column, const V& sum,
+                         const Whole& last) {
+  T sums[Lanes];
+  int32_t lasts[Lanes];
+  store_vector<Lanes>(sums, sum);
+  store_places<Lanes>(lasts, last);
+  for (int lane = 0; lane < Lanes; ++lane) {
+    const bool nan = sums[lane] != sums[lane];
+    const bool tie = Placed && places_of(job, row)[column + lane] != lasts[lane];
+    if (nan || tie) settle<Placed, Op>(view, job, row, column + lane, nan, lasts[lane]);
+  }
+}
+
+// Columns of a row. Vectors compare without regard to NaN, which may be lost then; but the sum of all messages is NaN if
+// one of them is. (It also is if both infinities are among them, or after an overflow; that costs a second look.)
+template <int32_t Reduce, bool Placed, int32_t Op, class Tile, class T, class I>
+void extremum_tile(const View<T, I>& view, const Job& job, int64_t row, int64_t head, const Tile& tile) {
+  using V = typename Tile::V;
+  using Whole = typename WholeOf<V>::type;
+  const T* const x = static_cast<const T*>(job.x);
+  const int64_t begin = view.indptr[row], end = view.indptr[row + 1];
+  V best[Tile::Count], sum[Tile::Count];
+  Whole first[Tile::Count] = {}, last[Tile::Count] = {}, here = {};
+  const T value = edge_value<Op>(view, begin, head);
+  for (int k = 0; k < Tile::Count; ++k) {
+    sum[k] = best[k] = message<Op>(tile.load(view.row_of(x, begin), k), value);
+  }
+  for (int64_t e = begin + 1; e < end; ++e) {
+    tile.prefetch(view.row_ahead(x, e));
+    const T* const source = view.row_of(x, e);
+    const T value = edge_value<Op>(view, e, head);
+    here += 1;
+    for (int k = 0; k < Tile::Count; ++k) {
+      const V found = message<Op>(tile.load(source, k), value);
+      if constexpr (Placed) {
+        first[k] = beats<Reduce>(found, best[k]) ? here : first[k];
+        last[k] = reaches<Reduce>(found, best[k]) ? here : last[k];
+      }
+      best[k] = beats<Reduce>(best[k], found) ? best[k] : found;  // unlike above, so that it is one instruction
+      sum[k] += found;
+    }
+  }
+  for (int k = 0; k < Tile::Count; ++k) {
+    const int64_t column = tile.first + k * Tile::Lanes;
+    tile.store(static_cast<T*>(job.result) + row * view.features, k, best[k]);
+    if constexpr (Placed) store_places<Tile::Lanes>(places_of(job, row) + column, first[k]);
+    if (any(sum[k] != sum[k]) || any(first[k] != last[k])) {
+      settle_lanes<Placed, Op, Tile::Lanes>(view, job, row, column, sum[k], last[k]);
+    }
+  }
+}
+
+// The extrema of a row and, if `Placed`, where each was found.
 template <int32_t Reduce, bool Placed, int32_t Op, class T, class I>
 void extremum_row(const View<T, I>& view, const Job& job, int64_t row) {
-  const T* const x = static_cast<const T*>(job.x);
   T* const result = static_cast<T*>(job.result) + row * view.features;
-  int32_t* const places = Placed ? static_cast<int32_t*>(job.row_result) + row * view.features : nullptr;
+  int32_t* const places = Placed ? places_of(job, row) : nullptr;
   const int64_t begin = view.indptr[row], end = view.indptr[row + 1];
   if (begin == end) {
     __builtin_memset(result + view.first, 0, (view.last - view.first) * sizeof(T));
     for (int64_t f = view.first; Placed && f < view.last; ++f) places[f] = PYGDIST_NOWHERE;
     return;
   }
-  view.for_each_head([&](int64_t head, int64_t first_column, int64_t last_column) {
-    for_each_tile<T>(first_column, last_column, [&](auto tile) {
-      using Tile = decltype(tile);
-      using V = typename Tile::V;
-      using Whole = typename WholeOf<V>::type;
-      V best[Tile::Count], sum[Tile::Count];
-      Whole first[Tile::Count] = {}, last[Tile::Count] = {}, here = {};
-      const T value = edge_value<Op>(view, begin, head);
-      for (int k = 0; k < Tile::Count; ++k) {
-        sum[k] = best[k] = message<Op>(tile.load(view.row_of(x, begin), k), value);
-      }
-      for (int64_t e = begin + 1; e < end; ++e) {
-        tile.prefetch(view.row_ahead(x, e));
-        const T* const source = view.row_of(x, e);
-        const T value = edge_value<Op>(view, e, head);
-        here += 1;
-        for (int k = 0; k < Tile::Count; ++k) {
-          const V found = message<Op>(tile.load(source, k), value);
-          if constexpr (Placed) {
-            first[k] = beats<Reduce>(found, best[k]) ? here : first[k];
-            last[k] = reaches<Reduce>(found, best[k]) ? here : last[k];
-          }
-          best[k] = beats<Reduce>(best[k], found) ? best[k] : found;
-          sum[k] += found;
-        }
-      }
-      for (int k = 0; k < Tile::Count; ++k) {
-        tile.store(result, k, best[k]);
-        const int64_t column = tile.first + k * Tile::Lanes;
-        if constexpr (Placed) store_places<Tile::Lanes>(places + column, first[k]);
-        if (!any(sum[k] != sum[k]) && !any(first[k] != last[k])) continue;
-        int32_t lasts[Tile::Lanes];
-        T sums[Tile::Lanes];
-        store_places<Tile::Lanes>(lasts, last[k]);
-        store_vector<Tile::Lanes>(sums, sum[k]);
-        for (int lane = 0; lane < Tile::Lanes; ++lane) {
-          int32_t* const place = Placed ? places + column + lane : nullptr;
-          const bool nan = sums[lane] != sums[lane], tie = Placed && *place != lasts[lane];
-          if (nan || tie) settle<Op>(view, job, row, head, column + lane, nan, lasts[lane], result + column + lane, place);
-        }
-      }
+  view.for_each_head([&](int64_t head, int64_t first, int64_t last) {
+    for_each_tile<T>(first, last, [&](const auto& tile) {
+      extremum_tile<Reduce, Placed, Op>(view, job, row, head, tile);
     });
   });
   if constexpr (Placed && Op != PYGDIST_MUL) {
@@ -157,7 +173,7 @@ void extremum_scatter_row(const View<T, I>& view, const Job& job, int64_t row, i
   const T* const grad = static_cast<const T*>(job.grad) + row * view.features;
   const int32_t* const places = job.places + row * view.features;
   T* const grad_x = static_cast<T*>(job.result);
-  const int64_t soon = 16 * view.features + view.first;  // a few columns of each row are too far apart to be foreseen
+  const int64_t soon = 16 * view.features + view.first;  // processors do not foresee a few columns of each row
   __builtin_prefetch(out + soon);
   __builtin_prefetch(grad + soon);
   __builtin_prefetch(places + soon);
@@ -165,7 +181,7 @@ void extremum_scatter_row(const View<T, I>& view, const Job& job, int64_t row, i
   view.for_each_head([&](int64_t head, int64_t first, int64_t last) {
     for (int64_t f = first; f < last; ++f) {
       const auto add_to = [&](int64_t source, T gradient) {
-        if (source >= begin && source < end) grad_x[source * view.stride + f] += gradient;
+        if (source >= begin && source < end) grad_x[source * view.features + f] += gradient;
       };
       const auto add = [&](int64_t e, T share) {
         add_to(view.index[e], row_gradient<Op>(share, edge_value<Op>(view, e, head)));
@@ -186,8 +202,8 @@ void extremum_scatter_row(const View<T, I>& view, const Job& job, int64_t row, i
         }
       } else if (places[f] != PYGDIST_NOWHERE) {
         const int64_t pair = places[f] - PYGDIST_PAIRS;
-        add(first_entry + pair / kPairs, grad[f] / (2 + lost));
-        add(first_entry + pair % kPairs, grad[f] / (2 + lost));
+        add(first_entry + pair / PYGDIST_PAIR_BASE, grad[f] / (2 + lost));
+        add(first_entry + pair % PYGDIST_PAIR_BASE, grad[f] / (2 + lost));
       }
     }
   });
@@ -283,6 +299,11 @@ void extremum(const Job& job, int64_t begin, int64_t end) {
 // Rows begin..end-1 are sources here; the entries of all rows are looked at.
 void extremum_scatter(const Job& job, int64_t begin, int64_t end) {
   with_view(job, [&](const auto& view) {
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t bytes = job.csr.value_bits / 8;
+      char* const own = static_cast<char*>(job.result) + (row * view.features + view.first) * bytes;
+      __builtin_memset(own, 0, (view.last - view.first) * bytes);
+    }
     for (int64_t row = 0; row < job.csr.num_rows; ++row) {
       switch (job.csr.op) {
         case PYGDIST_MUL: extremum_scatter_row<PYGDIST_MUL>(view, job, row, begin, end); break;

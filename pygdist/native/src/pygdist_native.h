@@ -73,12 +73,12 @@ PYGDIST_API int32_t pygdist_transpose(const pygdist_csr* csr, int64_t* indptr, i
 // out[i] = sum or mean over entries (i, j) of their messages; rows without entries become 0.
 PYGDIST_API int32_t pygdist_spmm(const pygdist_csr* csr, int32_t reduce, const void* x, void* out);
 
-// Places of extrema that not exactly one entry attains: none does (there is none, or the extremum is a NaN); more than
-// two do, or two of a row of more than 2^15; the p-th and the q-th of the row do, written as PAIRS + 2^15 p + q.
+// The place of an extremum is a number from 0 on where exactly one entry attains it, and otherwise one of these.
 typedef enum pygdist_place {
-  PYGDIST_NOWHERE = -1,
-  PYGDIST_SEVERAL = -2,
-  PYGDIST_PAIRS = -2 - (1 << 30),
+  PYGDIST_NOWHERE = -1,               // the row has no entry, or the extremum is a NaN
+  PYGDIST_SEVERAL = -2,               // more than two entries attain it, or two of a row of more than 2^15
+  PYGDIST_PAIRS = -2 - (1 << 30),     // + 2^15 p + q: the p-th and the q-th entry of the row attain it
+  PYGDIST_PAIR_BASE = 1 << 15,
 } pygdist_place;
 
 // out[i] = maximum or minimum over entries (i, j) of their messages; rows without entries become 0. If `places` is not
