@@ -18,9 +18,10 @@ from pygdist.kernels.csr import CSR
 from pygdist.native import Status, library
 
 _REDUCE_CODES = {"sum": 0, "mean": 1, "max": 2, "min": 3}
-# Keeping the places of extrema pays from so many entries of a row on average, and of values in them. It does not depend
-# on the number of threads, as results must not; many threads share few columns badly.
-_OFTEN, _MANY_VALUES = 16, 2048
+# Keeping the places of extrema pays from so many entries of a row on average, and of values in them: with 50 entries it
+# took as long as comparing again, as gradients are added all over memory. The choice does not depend on the number of
+# threads, as results must not.
+_OFTEN, _MANY_VALUES = 128, 2048
 _ONTO = 4
 _OP_CODES = {"copy": 0, "mul": 1, "add": 2}
 

@@ -321,7 +321,7 @@ def test_gradients_go_to_the_places_of_extrema(reduce: str, op: str | None, leve
 @needs_library
 def test_many_ties_are_not_looked_for_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operator._native, "extremum_scatter", lambda *_: pytest.fail("each tie by itself"))
-    csr = random_csr(20, 30, 800)
+    csr = random_csr(20, 30, 4000)
     assert_matches_oracle(csr, torch.randint(-1, 2, (csr.num_cols, 170)).double(), None, "max")
     hub = CSR(torch.tensor([0, 63, *range(64, 2000)]), torch.zeros(1999, dtype=torch.int32), 1)
     places = torch.zeros(hub.num_rows, 2, dtype=torch.int32)
@@ -526,7 +526,7 @@ def test_operators_are_well_formed(reduce: str) -> None:
         no_places = torch.empty(0, 0, dtype=torch.int32)
         torch.library.opcheck(extrema.extremum_x_grad_op, (*arguments, no_places, grad, *transposed))
         torch.library.opcheck(extrema.extremum_value_grad_op, (*arguments, grad))
-        dense, wide = random_csr(6, 5, 200), torch.randn(5, 256, dtype=torch.float64, requires_grad=True)
+        dense, wide = random_csr(6, 5, 2000), torch.randn(5, 256, dtype=torch.float64, requires_grad=True)
         arguments = (dense.indptr, dense.index, wide, None, None, "copy", reduce, True)
         assert extrema.extremum_op(*arguments)[1].shape == ((6, 256) if load() is not None else (0, 0))
         torch.library.opcheck(extrema.extremum_op, arguments)
@@ -536,7 +536,7 @@ def test_operators_are_well_formed(reduce: str) -> None:
 
 @pytest.mark.parametrize("reduce", ["mean", "max"])
 def test_compiles_without_a_graph_break(reduce: Any) -> None:
-    csr = random_csr(12, 30, 400)
+    csr = random_csr(12, 30, 4000)
     back = transpose(csr)
 
     def layer(x: Tensor) -> Tensor:
