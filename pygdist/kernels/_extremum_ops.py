@@ -87,8 +87,9 @@ def _gradient_of_x(
     if places.numel() and _few_ties(csr, places):
         result: Tensor = kernels.extremum_scatter(csr, x, weight, op, out, places, grad)
         return result
-    known = [*transposed, *[None] * (4 - len(transposed))]  # torch leaves out the last ones if they are the defaults
-    back, values = back_to_columns(csr, weight, known)
+    # torch leaves out last arguments that are the schema's defaults
+    all_transposed = [*transposed, *[None] * (4 - len(transposed))]
+    back, values = back_to_columns(csr, weight, all_transposed)
     share = kernels.share_ties(csr, x, weight, op, out, grad)
     result = kernels.extremum_grad(back, x, values, op, out, share)
     return result
