@@ -1,7 +1,9 @@
 """Folds: aggregations taken in parts and put together, with the rules by which their gradients are shared.
 
 The parts are source groups of one rank that arrive one after the other (:mod:`pygdist.backends.fetching`), or rows of
-one node on several ranks (:mod:`pygdist.backends.clones`).
+one node on several ranks (:mod:`pygdist.backends.clones`). Sums need no rule. Softmax has none in common: groups that
+arrive merge weighted sums (:func:`pygdist.kernels.chunked.merge_softmax`), clones agree on the largest score and on the
+divisor of each edge.
 """
 
 from __future__ import annotations

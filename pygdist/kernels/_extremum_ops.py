@@ -6,6 +6,7 @@ Conventions are those of :mod:`pygdist.kernels._spmm_ops`.
 operator                          result                          gradient
 ================================  ==============================  ===========================
 ``pygdist::extremum``             ``(N, F)`` and places           by the operators below
+``pygdist::share_ties``           ``(N, F)``, of each edge        none
 ``pygdist::extremum_x_grad``      ``(M, F)``, gradient of ``x``   none
 ``pygdist::extremum_value_grad``  ``(E, H)``, of edge values      none
 ================================  ==============================  ===========================
@@ -26,12 +27,6 @@ from torch import Tensor
 from pygdist.kernels._operator import MATRIX, TRANSPOSED, kernels_for, operator
 from pygdist.kernels._spmm_ops import back_to_columns
 from pygdist.kernels.csr import CSR
-
-SEVERAL = -2
-"""The place of an extremum that more than two entries attain."""
-
-_MANY_TIES = 64
-"""Ties are looked for one by one if their rows have at most one in so many of all entries, column by column."""
 
 _INPUTS = "Tensor x, Tensor? weight, Tensor? perm, str op"
 
@@ -54,17 +49,27 @@ extremum_op = operator(
     ),
 )
 
+share_ties_op = operator(
+    f"share_ties({MATRIX}, {_INPUTS}, Tensor out, Tensor grad) -> Tensor",
+    lambda indptr, index, x, weight, perm, op, out, grad: kernels_for(x).share_ties(
+        CSR(indptr, index, x.shape[0], perm), x, weight, op, out, grad
+    ),
+    fake=lambda indptr, index, x, weight, perm, op, out, grad: torch.empty_like(
+        grad, memory_format=torch.contiguous_format
+    ),
+)
+
 extremum_x_grad_op = operator(
-    f"extremum_x_grad({MATRIX}, {_INPUTS}, Tensor out, Tensor places, Tensor grad, {TRANSPOSED}, "
+    f"extremum_x_grad({MATRIX}, {_INPUTS}, Tensor out, Tensor places, Tensor grad, Tensor? share, {TRANSPOSED}, "
     "Tensor? transposed_weight=None) -> Tensor",
     lambda *arguments: _gradient_of_x(*arguments),
     fake=lambda indptr, index, x, *_: torch.empty_like(x, memory_format=torch.contiguous_format),
 )
 
 extremum_value_grad_op = operator(
-    f"extremum_value_grad({MATRIX}, {_INPUTS}, Tensor out, Tensor grad) -> Tensor",
-    lambda indptr, index, x, weight, perm, op, out, grad: _gradient_of_values(
-        CSR(indptr, index, x.shape[0], perm), x, weight, op, out, grad
+    f"extremum_value_grad({MATRIX}, {_INPUTS}, Tensor out, Tensor share) -> Tensor",
+    lambda indptr, index, x, weight, perm, op, out, share: kernels_for(x).extremum_value_grad(
+        CSR(indptr, index, x.shape[0], perm), x, weight, op, out, share
     ),
     fake=lambda indptr, index, x, weight, *_: torch.empty_like(weight, memory_format=torch.contiguous_format),
 )
@@ -80,32 +85,20 @@ def _gradient_of_x(
     out: Tensor,
     places: Tensor,
     grad: Tensor,
+    share: Tensor | None,
     *transposed: Tensor | None,
 ) -> Tensor:
     # one operator, as the choice depends on values: torch.compile must not trace it
     csr, kernels = CSR(indptr, index, x.shape[0], perm), kernels_for(x)
-    if places.numel() and _few_ties(csr, places):
+    if places.numel() and kernels.few_ties(csr, places):
         result: Tensor = kernels.extremum_scatter(csr, x, weight, op, out, places, grad)
         return result
     # torch leaves out last arguments that are the schema's defaults
     all_transposed = [*transposed, *[None] * (4 - len(transposed))]
     back, values = back_to_columns(csr, weight, all_transposed)
-    share = kernels.share_ties(csr, x, weight, op, out, grad)
+    share = kernels.share_ties(csr, x, weight, op, out, grad) if share is None else share
     result = kernels.extremum_grad(back, x, values, op, out, share)
     return result
-
-
-def _gradient_of_values(csr: CSR, x: Tensor, weight: Tensor, op: str, out: Tensor, grad: Tensor) -> Tensor:
-    kernels = kernels_for(x)
-    share = kernels.share_ties(csr, x, weight, op, out, grad)
-    result: Tensor = kernels.extremum_value_grad(csr, x, weight, op, out, share)
-    return result
-
-
-def _few_ties(csr: CSR, places: Tensor) -> bool:
-    """Return true if looking for ties, entry by entry of their rows, is little work beside looking at all entries."""
-    entries = (places == SEVERAL).sum(1) * csr.indptr.diff()
-    return int(entries.sum()) * _MANY_TIES <= csr.num_entries * places.shape[1]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -119,9 +112,12 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 def _backward(ctx: Any, grad: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
     indptr, index, x, weight, perm, out, places, *transposed = ctx.saved_tensors
     _, _, needs_x, needs_weight, *_ = ctx.needs_input_grad
+    if grad is None:
+        return (None,) * 12
     forward = indptr, index, x, weight, perm, ctx.op, out
-    grad_x = extremum_x_grad_op(*forward, places, grad, *transposed) if needs_x and grad is not None else None
-    grad_weight = extremum_value_grad_op(*forward, grad) if needs_weight and grad is not None else None
+    share = share_ties_op(*forward, grad) if needs_weight else None
+    grad_x = extremum_x_grad_op(*forward, places, grad, share, *transposed) if needs_x else None
+    grad_weight = extremum_value_grad_op(*forward, share) if needs_weight else None
     return None, None, grad_x, grad_weight, *[None] * 8
 
 

@@ -48,6 +48,13 @@ def extremum(csr: CSR, x: Tensor, weight: Tensor | None, op: str, reduce: str, p
     return out, places
 
 
+def few_ties(csr: CSR, places: Tensor) -> bool:
+    """Return true if looking for ties, entry by entry of their rows, is little work beside looking at all entries."""
+    matrix, _held = csr.native(num_features=places.shape[1], num_threads=torch.get_num_threads())
+    few: int = library.require("this kernel").pygdist_few_ties(ctypes.byref(matrix), places.data_ptr())
+    return bool(few)
+
+
 def extremum_scatter(
     csr: CSR, x: Tensor, weight: Tensor | None, op: str, out: Tensor, places: Tensor, grad: Tensor
 ) -> Tensor:

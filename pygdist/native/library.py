@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     _Simple: TypeAlias = ctypes._SimpleCData[Any]
 
 LIBRARY_NAME = "libpygdist_native.so"
-ABI_VERSION = 17
+ABI_VERSION = 18
 """``PYGDIST_ABI_VERSION`` in ``pygdist_native.h``; another number means an older or newer build."""
 
 _INT = ctypes.c_int32
@@ -116,8 +116,10 @@ _HOP = ctypes.POINTER(NativeHop)
 _COUNT = ctypes.POINTER(ctypes.c_int32)
 _SIGNATURES: dict[str, tuple[type[ctypes._CData], ...]] = {
     "pygdist_set_isa": (_INT,),
+    "pygdist_set_cache": (_LONG,),
     "pygdist_spmm": (_CSR, _INT, _ARRAY, _ARRAY),
     "pygdist_extremum": (_CSR, _INT, _ARRAY, _ARRAY, _ARRAY),
+    "pygdist_few_ties": (_CSR, _ARRAY),
     "pygdist_extremum_scatter": (_CSR, *[_ARRAY] * 5),
     "pygdist_share_ties": (_CSR, _ARRAY, _ARRAY, _ARRAY, _ARRAY),
     "pygdist_extremum_grad": (_CSR, _ARRAY, _ARRAY, _ARRAY, _ARRAY),

@@ -13,7 +13,6 @@ from pygdist.kernels import CSR, edge_softmax, gat, gatv2_scores, sddmm, spmm, t
 from pygdist.kernels.chunked import gat_part
 from pygdist.native import Isa, load, set_isa
 from tests.kernels.oracle import random_csr, softmax_oracle
-from tests.kernels.test_spmm import path, restored_isa  # noqa: F401 (fixtures)
 
 HEADS = (1, 3, 17)  # one, a few, more than are summed at once
 PARTS = [("edge",), ("source",), ("target",), ("source", "target"), ("edge", "source", "target")]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -18,50 +16,17 @@ import pygdist.kernels._operator as operator
 import pygdist.kernels._spmm_ops as ops
 from pygdist.kernels import CSR, sddmm, spmm, transpose
 from pygdist.native import Isa, library, load, set_isa
-from tests.kernels.oracle import random_csr, scatter_oracle
+from tests.kernels.oracle import (
+    assert_matches_oracle,
+    needs_library,
+    random_csr,
+    scatter_oracle,
+    values_and_gradients,
+    with_int64,
+)
 
 REDUCES = ("sum", "mean", "max", "min")
 WIDTHS = (1, 3, 8, 17, 64, 130)
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}  # sums of a few dozen values in another order
-
-needs_library = pytest.mark.skipif(load() is None, reason="the native library was not built here")
-
-
-def with_int64(csr: CSR) -> CSR:
-    return CSR(csr.indptr, csr.index.long(), csr.num_cols, csr.perm)
-
-
-def values_and_gradients(
-    product: Callable[..., Tensor], csr: CSR, x: Tensor, weight: Tensor | None, reduce: str, **options: Any
-) -> list[Tensor]:
-    leaves = [tensor.detach().clone().requires_grad_() for tensor in (x, weight) if tensor is not None]
-    out = product(csr, leaves[0], leaves[1] if weight is not None else None, reduce, **options)
-    upstream = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(7)).to(out.dtype)
-    return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
-
-
-def assert_matches_oracle(csr: CSR, x: Tensor, weight: Tensor | None, reduce: str, op: str = "mul") -> None:
-    found = values_and_gradients(spmm, csr, x, weight, reduce, op=op)
-    expected = values_and_gradients(scatter_oracle, csr, x, weight, reduce, op=op)
-    for name, a, b in zip(("out", "grad_x", "grad_weight"), found, expected, strict=False):
-        tolerance = TOLERANCE[a.dtype] * max(1.0, float(b.abs().max()) if b.numel() else 1.0)
-        torch.testing.assert_close(a, b, rtol=0, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
-
-
-@pytest.fixture(params=["native", "torch"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Run the test with the native library and with torch's operators in its place."""
-    if request.param == "torch":
-        monkeypatch.setattr(library, "load", lambda: None)
-    elif load() is None:
-        pytest.skip("the native library was not built here")
-    return str(request.param)
-
-
-@pytest.fixture
-def restored_isa() -> Iterator[None]:
-    yield
-    set_isa(Isa.BEST)
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
@@ -111,7 +76,7 @@ def test_weights_of_the_transposed_matrix(transposed_weight: bool) -> None:
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=["32", "64", "16"])
 @pytest.mark.parametrize("num_features", [64, 128, 131, 602])
-@needs_library
+@pytest.mark.usefixtures("small_cache")
 def test_products_done_slab_by_slab(num_features: int, dtype: torch.dtype, weighted: bool, reduce: str) -> None:
     # wide rows of many nodes with many edges each: copied a few columns at a time (dispatch.cpp: worth_slabs)
     csr = random_csr(300, 2600, 30_000)
@@ -120,17 +85,6 @@ def test_products_done_slab_by_slab(num_features: int, dtype: torch.dtype, weigh
     expected = scatter_oracle(csr, x.double(), None if weight is None else weight.double(), reduce)
     assert torch.equal(spmm(csr, x, weight, reduce), expected.to(dtype)) or reduce == "mean"
     torch.testing.assert_close(spmm(csr, x, weight, reduce).double(), expected, rtol=4e-3, atol=1e-2)
-
-
-@pytest.mark.parametrize("reduce", ["max", "min"])
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-@pytest.mark.parametrize("num_features", [64, 131])
-@needs_library
-def test_gradients_of_extrema_done_slab_by_slab(num_features: int, weighted: bool, reduce: str) -> None:
-    csr = random_csr(2600, 2500, 30_000)
-    x = torch.randint(-8, 9, (csr.num_cols, num_features)).double()  # many ties
-    weight = torch.randint(-2, 3, (csr.num_entries,)).double() if weighted else None
-    assert_matches_oracle(csr, x, weight, reduce)
 
 
 @pytest.mark.parametrize("heads", [1, 3])
@@ -184,26 +138,6 @@ def test_every_width_around_a_tile(reduce: str) -> None:
         assert_matches_oracle(csr, x, None, reduce)
 
 
-@pytest.mark.parametrize("reduce", ["max", "min"])
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-@pytest.mark.usefixtures("path")
-def test_ties_share_the_gradient_as_scatter_reduce_does(reduce: str, weighted: bool) -> None:
-    # Few distinct values: ties everywhere, many at 0, where scatter_reduce counts its initial zero as well.
-    torch.manual_seed(2)
-    csr = random_csr()
-    x = torch.randint(-1, 2, (csr.num_cols, 17)).double()
-    weight = torch.randint(-1, 2, (csr.num_entries,)).double() if weighted else None
-    assert_matches_oracle(csr, x, weight, reduce)
-
-
-def test_tie_test_can_fail() -> None:
-    # The whole gradient to the first of two equal maxima, as torch_scatter does, is not what the oracle says.
-    csr = CSR(torch.tensor([0, 2]), torch.tensor([0, 1]), 2)
-    _, grad_x = values_and_gradients(scatter_oracle, csr, torch.ones(2, 1, dtype=torch.float64), None, "max")
-    assert torch.equal(grad_x[0], grad_x[1])
-    assert grad_x[0] != 0
-
-
 @pytest.mark.parametrize("reduce", REDUCES)
 @pytest.mark.parametrize(
     ("num_rows", "num_cols", "num_entries"),
@@ -231,175 +165,6 @@ def test_empty_rows_are_zero(reduce: str) -> None:
     out = spmm(csr, torch.full((2, 3), -5.0), None, reduce)
     assert torch.equal(out[[0, 2]], torch.zeros(2, 3))
     assert (out[1] < 0).all()
-
-
-@pytest.mark.parametrize("reduce", ["max", "min"])
-@pytest.mark.usefixtures("path")
-def test_nan_is_not_lost(reduce: str) -> None:
-    csr = CSR(torch.tensor([0, 3, 6]), torch.tensor([0, 1, 2, 2, 1, 0]), 3)
-    out = spmm(csr, torch.tensor([[1.0], [float("nan")], [3.0]]), None, reduce)
-    assert out.isnan().all()
-
-
-def _extrema_of_rows(csr: CSR, x: Tensor, weight: Tensor | None, reduce: str) -> Tensor:
-    """What torch makes of rows of as many entries each, every one with a column of its own."""
-    messages = (x if weight is None else x * weight[:, None]).view(csr.num_rows, -1, x.size(1))
-    return messages.amax(dim=1) if reduce == "max" else messages.amin(dim=1)
-
-
-@needs_library
-@pytest.mark.parametrize("level", [Isa.PORTABLE, Isa.AVX2, Isa.AVX512], ids=lambda level: level.name.lower())
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("reduce", ["max", "min"])
-@pytest.mark.usefixtures("restored_isa")
-def test_extrema_and_nan_count_at_each_place_of_a_row(reduce: str, dtype: torch.dtype, level: Isa) -> None:
-    if set_isa(level) != level:
-        pytest.skip(f"this machine lacks {level.name}")
-    torch.manual_seed(6)
-    for length, width, weighted in itertools.product((1, 2, 15, 16, 17), (1, 8, 32), (False, True)):
-        csr = CSR(torch.arange(length + 1) * length, torch.arange(length**2, dtype=torch.int32), length**2)
-        weight = torch.randint(1, 3, (length**2,)).to(dtype) if weighted else None
-        sign, place = -1 if reduce == "max" else 1, torch.arange(length)  # all values are beyond 0
-        ties = (sign * torch.randint(1, 4, (length, length, width))).to(dtype)
-        best, nan = ties.clone(), ties.clone()
-        best[place, place] = sign * 0.25
-        nan[place, place, place % width] = torch.nan
-        for x in (ties.flatten(0, 1), best.flatten(0, 1)):
-            pairs = [values_and_gradients(one, csr, x, weight, reduce) for one in (spmm, _extrema_of_rows)]
-            assert torch.equal(pairs[0][0], pairs[1][0])
-            torch.testing.assert_close(pairs[0][1:], pairs[1][1:])
-        found, expected = (one(csr, nan.flatten(0, 1), weight, reduce) for one in (spmm, _extrema_of_rows))
-        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-        assert int(found.isnan().sum()) == length
-
-
-def _with_some_ties(csr: CSR, width: int, dtype: torch.dtype) -> Tensor:
-    """Rows of distinct values but for ties at a maximum, at a minimum and at 0, and a NaN."""
-    values = torch.randperm(csr.num_cols * width, generator=torch.Generator().manual_seed(3)).view(csr.num_cols, width)
-    x = values.to(dtype) - values.numel() / 2
-    x[0, 0] = x[1, 0] = x.max() + 1
-    x[0, 1] = x[1, 1] = x.min() - 1
-    x[:, 2] = -x[:, 2].abs()
-    x[3, 2] = 0
-    x[4, 3] = torch.nan
-    return x
-
-
-@needs_library
-@pytest.mark.parametrize("level", [Isa.PORTABLE, Isa.AVX2, Isa.AVX512], ids=lambda level: level.name.lower())
-@pytest.mark.parametrize("op", [None, "mul", "add"])
-@pytest.mark.parametrize("reduce", ["max", "min"])
-@pytest.mark.usefixtures("restored_isa")
-def test_gradients_go_to_the_places_of_extrema(reduce: str, op: str | None, level: Isa) -> None:
-    if set_isa(level) != level:
-        pytest.skip(f"this machine lacks {level.name}")
-    csr = CSR(torch.tensor([0, 0, 40, 41, 200]), torch.arange(200, dtype=torch.int32), 201)
-    calls: list[Tensor] = []
-
-    def counted(*arguments: Any) -> Tensor:
-        calls.append(real(*arguments))
-        return calls[-1]
-
-    real = operator._native.extremum_scatter
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operator._native, "extremum_scatter", counted)
-        patch.setattr(extrema, "_few_ties", lambda *_: True)
-        patch.setattr(operator._native, "keeps_places", lambda *_: True)
-        for dtype, width, heads in itertools.product((torch.float32, torch.float64), (11, 128, 200), (1, 2)):
-            x = _with_some_ties(csr, width * heads, dtype).view(201, heads, width)
-            weight = None if op is None else torch.randint(1, 3, (200, heads)).to(dtype)
-            product = {} if op is None else {"op": op}
-            graph, leaf = torch.randn(4, heads, width, dtype=dtype), x.clone().requires_grad_()
-            found = torch.autograd.grad(spmm(csr, leaf, weight, reduce, **product), leaf, graph)[0]
-            expected = torch.autograd.grad(scatter_oracle(csr, leaf, weight, reduce, **product), leaf, graph)[0]
-            assert found.isfinite().all()  # torch's gradients of a column with a NaN are NaN
-            found[:, 0, 3] = expected[:, 0, 3] = 0
-            torch.testing.assert_close(found, expected)
-    assert len(calls) == 12
-
-
-@needs_library
-def test_many_ties_are_not_looked_for_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(operator._native, "extremum_scatter", lambda *_: pytest.fail("each tie by itself"))
-    csr = random_csr(20, 30, 4000)
-    assert_matches_oracle(csr, torch.randint(-1, 2, (csr.num_cols, 170)).double(), None, "max")
-    hub = CSR(torch.tensor([0, 63, *range(64, 2000)]), torch.zeros(1999, dtype=torch.int32), 1)
-    places = torch.zeros(hub.num_rows, 2, dtype=torch.int32)
-    places[1, 0] = extrema.SEVERAL
-    assert extrema._few_ties(hub, places)
-    places[0, 0] = extrema.SEVERAL  # one extremum, but the entries of its row are one in 63 of all
-    assert not extrema._few_ties(hub, places)
-
-
-@pytest.fixture
-def by_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep places of all extrema, and look for all ties one by one."""
-    if load() is None:
-        pytest.skip("the native library was not built here")
-    monkeypatch.setattr(extrema, "_few_ties", lambda *_: True)
-    monkeypatch.setattr(operator._native, "keeps_places", lambda *_: True)
-    monkeypatch.setattr(operator._native, "share_ties", lambda *_: pytest.fail("compared all messages"))
-
-
-def gradients_of_x(csr: CSR, x: Tensor, weight: Tensor | None, reduce: str, op: str = "mul") -> tuple[Tensor, Tensor]:
-    """Return the gradient of ``x`` and what the oracle says."""
-    leaf = x.clone().requires_grad_()
-    outs = [product(csr, leaf, weight, reduce, op=op) for product in (spmm, scatter_oracle)]
-    grad = torch.randn(outs[0].shape, dtype=x.dtype, generator=torch.Generator().manual_seed(5))
-    assert torch.equal(*outs)
-    found, expected = (torch.autograd.grad(out, leaf, grad)[0] for out in outs)
-    return found, expected
-
-
-@pytest.mark.parametrize("int64", [False, True], ids=["int32", "int64"])
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-@pytest.mark.usefixtures("by_places")
-def test_all_ties_by_their_places(weighted: bool, int64: bool) -> None:
-    csr = with_int64(random_csr(20, 30, 800)) if int64 else random_csr(20, 30, 800)
-    x, weight = (torch.randint(-1, 2, shape).double() for shape in ((csr.num_cols, 17), (csr.num_entries,)))
-    torch.testing.assert_close(*gradients_of_x(csr, x, weight if weighted else None, "min"))
-
-
-@pytest.mark.parametrize("length", [2**15, 2**15 + 1])
-@pytest.mark.usefixtures("by_places")
-def test_two_entries_at_the_ends_of_a_long_row_share(length: int) -> None:
-    csr = CSR(torch.tensor([0, length]), torch.arange(length, dtype=torch.int32), length)
-    x = torch.randn(length, 3)
-    x[0, 0] = x[-1, 0] = x[-2, 1] = x[-1, 1] = 10
-    torch.testing.assert_close(*gradients_of_x(csr, x, None, "max"))
-
-
-@pytest.mark.parametrize("reduce", ["max", "min"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.usefixtures("by_places")
-def test_extrema_of_infinities_and_of_huge_numbers(reduce: str, dtype: torch.dtype) -> None:
-    inf, huge = float("inf"), torch.finfo(dtype).max
-    columns = [[inf, -inf, 0, 1], [-inf] * 4, [inf] * 4, [huge, huge, -inf, -huge], [-huge, -huge, huge, 1]]
-    csr = CSR(torch.tensor([0, 4]), torch.arange(4, dtype=torch.int32), 4)
-    torch.testing.assert_close(*gradients_of_x(csr, torch.tensor(columns, dtype=dtype).t(), None, reduce))
-
-
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-@pytest.mark.parametrize("heads", [1, 2])
-@pytest.mark.usefixtures("by_places")
-def test_places_found_slab_by_slab(heads: int, weighted: bool) -> None:
-    csr = random_csr(1500, 2500, 40_000)
-    x = torch.randn(csr.num_cols, heads, 262 // heads)
-    weight = torch.randn(csr.num_entries, heads) if weighted else None
-    found, expected = gradients_of_x(csr, x, weight, "max")
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.usefixtures("by_places")
-def test_places_give_the_same_bits_for_any_number_of_threads() -> None:
-    csr = random_csr(1000, 700, 30_000)
-    for width in (1, 16, 33, 130):
-        x = torch.randint(-9, 9, (csr.num_cols, width)).float()
-        found = []
-        for num_threads in (1, 2, 3, 7, 16):
-            torch.set_num_threads(num_threads)
-            found.append(gradients_of_x(csr, x, None, "max")[0])
-        assert all(torch.equal(one, found[0]) for one in found)
 
 
 @pytest.mark.parametrize("reduce", REDUCES)
@@ -524,7 +289,8 @@ def test_operators_are_well_formed(reduce: str) -> None:
         out, grad = spmm(csr, x, values[:, 0], reduce), torch.randn(6, 3, dtype=torch.float64)
         arguments = (*matrix, x, values, None, "mul", out)
         no_places = torch.empty(0, 0, dtype=torch.int32)
-        torch.library.opcheck(extrema.extremum_x_grad_op, (*arguments, no_places, grad, *transposed))
+        torch.library.opcheck(extrema.extremum_x_grad_op, (*arguments, no_places, grad, None, *transposed))
+        torch.library.opcheck(extrema.share_ties_op, (*arguments, grad))
         torch.library.opcheck(extrema.extremum_value_grad_op, (*arguments, grad))
         dense, wide = random_csr(6, 5, 2000), torch.randn(5, 256, dtype=torch.float64, requires_grad=True)
         arguments = (dense.indptr, dense.index, wide, None, None, "copy", reduce, True)

@@ -59,15 +59,23 @@ inline bool any(const Mask& mask) {
   }
 }
 
+template <class Mask>
+inline bool lane_of(const Mask& mask, int lane) {
+  if constexpr (sizeof(mask) < 8) {
+    return mask;
+  } else {
+    return mask[lane];
+  }
+}
+
 inline int32_t* places_of(const Job& job, int64_t row) {
   return static_cast<int32_t*>(job.row_result) + row * job.csr.num_features;
 }
 
 // Corrects the extremum of column f where vectors leave doubts: a NaN may be among the messages, or more than one entry
-// attains the extremum, first the one at the place that is written, last the one at `last`.
+// may attain the extremum.
 template <bool Placed, int32_t Op, class T, class I>
-__attribute__((noinline)) void settle(const View<T, I>& view, const Job& job, int64_t row, int64_t f, bool nan,
-                                      int64_t last) {
+__attribute__((noinline)) void settle(const View<T, I>& view, const Job& job, int64_t row, int64_t f, bool nan) {
   const T* const x = static_cast<const T*>(job.x);
   T& out = static_cast<T*>(job.result)[row * view.features + f];
   const int64_t begin = view.indptr[row], end = view.indptr[row + 1], head = f / view.channels;
@@ -79,65 +87,70 @@ __attribute__((noinline)) void settle(const View<T, I>& view, const Job& job, in
     return;
   }
   if constexpr (Placed) {
-    int32_t& place = places_of(job, row)[f];
-    const int64_t first = place;
-    bool two = end - begin <= PYGDIST_PAIR_BASE;
-    for (int64_t e = begin + first + 1; two && e < begin + last; ++e) two = found(e) != out;
-    const int64_t pair = PYGDIST_PAIRS + first * PYGDIST_PAIR_BASE + last, several = PYGDIST_SEVERAL;
-    if (first != last) place = static_cast<int32_t>(two ? pair : several);
-  }
-}
-
-// The same for a vector of columns, where there are doubts.
-template <bool Placed, int32_t Op, int Lanes, class T, class I, class V, class Whole>
-inline void settle_lanes(const View<T, I>& view, const Job& job, int64_t row, int64_t column, const V& sum,
-                         const Whole& last) {
-  T sums[Lanes];
-  int32_t lasts[Lanes];
-  store_vector<Lanes>(sums, sum);
-  store_places<Lanes>(lasts, last);
-  for (int lane = 0; lane < Lanes; ++lane) {
-    const bool nan = sums[lane] != sums[lane];
-    const bool tie = Placed && places_of(job, row)[column + lane] != lasts[lane];
-    if (nan || tie) settle<Placed, Op>(view, job, row, column + lane, nan, lasts[lane]);
+    int64_t entries[2], count = 0;
+    for (int64_t e = begin; e < end; ++e) {
+      if (found(e) != out) continue;
+      if (count < 2) entries[count] = e - begin;
+      if (++count > 2) break;
+    }
+    if (count < 2) return;
+    const bool pair = count == 2 && end - begin <= PYGDIST_PAIR_BASE;
+    const int64_t several = PYGDIST_SEVERAL;
+    const int64_t place = pair ? PYGDIST_PAIRS + entries[0] * PYGDIST_PAIR_BASE + entries[1] : several;
+    places_of(job, row)[f] = static_cast<int32_t>(place);
   }
 }
 
 // Columns of a row. Vectors compare without regard to NaN, which may be lost then; but the sum of all messages is NaN if
 // one of them is. (It also is if both infinities are among them, or after an overflow; that costs a second look.)
-template <int32_t Reduce, bool Placed, int32_t Op, class Tile, class T, class I>
+// `Clean` says that no message is NaN.
+//
+// A place names the source of the last entry that attains the extremum, or the entry of the row where the message depends
+// on more than the source. The best of all other messages tells if another entry attains it, too.
+template <int32_t Reduce, bool Placed, bool Clean, int32_t Op, class Tile, class T, class I>
 void extremum_tile(const View<T, I>& view, const Job& job, int64_t row, int64_t head, const Tile& tile) {
   using V = typename Tile::V;
   using Whole = typename WholeOf<V>::type;
   const T* const x = static_cast<const T*>(job.x);
-  const int64_t begin = view.indptr[row], end = view.indptr[row + 1];
-  V best[Tile::Count], sum[Tile::Count];
-  Whole first[Tile::Count] = {}, last[Tile::Count] = {}, here = {};
+  const int64_t begin = view.indptr[row], end = view.indptr[row + 1], far = view.far(end);
+  const auto name = [&](int64_t e) {
+    return Whole{} + static_cast<typename WholeOf<T>::type>(Op == PYGDIST_MUL ? e - begin : view.index[e]);
+  };
+  V best[Tile::Count], next[Tile::Count], sum[Tile::Count];
+  Whole place[Tile::Count] = {};
   const T value = edge_value<Op>(view, begin, head);
   for (int k = 0; k < Tile::Count; ++k) {
     sum[k] = best[k] = message<Op>(tile.load(view.row_of(x, begin), k), value);
+    next[k] = V{} + (Reduce == PYGDIST_MAX ? -static_cast<T>(__builtin_inf()) : static_cast<T>(__builtin_inf()));
+    if constexpr (Placed) place[k] = name(begin);
   }
   for (int64_t e = begin + 1; e < end; ++e) {
-    tile.prefetch(view.row_ahead(x, e));
-    const T* const source = view.row_of(x, e);
+    tile.prefetch(view.row_of(x, e + far));
+    const T* const source = tile.part(view.row_of(x, e));
     const T value = edge_value<Op>(view, e, head);
-    here += 1;
+    Whole here = {};
+    if constexpr (Placed) compute_once(here = name(e));
     for (int k = 0; k < Tile::Count; ++k) {
-      const V found = message<Op>(tile.load(source, k), value);
+      const V found = message<Op>(tile.load_part(source, k), value);
       if constexpr (Placed) {
-        first[k] = beats<Reduce>(found, best[k]) ? here : first[k];
-        last[k] = reaches<Reduce>(found, best[k]) ? here : last[k];
+        const V lesser = beats<Reduce>(found, best[k]) ? best[k] : found;
+        next[k] = beats<Reduce>(next[k], lesser) ? next[k] : lesser;
+        place[k] = reaches<Reduce>(found, best[k]) ? here : place[k];
       }
-      best[k] = beats<Reduce>(best[k], found) ? best[k] : found;  // unlike above, so that it is one instruction
-      sum[k] += found;
+      best[k] = beats<Reduce>(best[k], found) ? best[k] : found;
+      if constexpr (!Clean) sum[k] += found;
     }
   }
   for (int k = 0; k < Tile::Count; ++k) {
     const int64_t column = tile.first + k * Tile::Lanes;
     tile.store(static_cast<T*>(job.result) + row * view.features, k, best[k]);
-    if constexpr (Placed) store_places<Tile::Lanes>(places_of(job, row) + column, first[k]);
-    if (any(sum[k] != sum[k]) || any(first[k] != last[k])) {
-      settle_lanes<Placed, Op, Tile::Lanes>(view, job, row, column, sum[k], last[k]);
+    if constexpr (Placed) store_places<Tile::Lanes>(places_of(job, row) + column, place[k]);
+    const auto nan = sum[k] != sum[k];
+    const auto tie = next[k] == best[k];
+    if (!(Placed && any(tie)) && (Clean || !any(nan))) continue;
+    for (int lane = 0; lane < Tile::Lanes; ++lane) {
+      const bool nan_here = !Clean && lane_of(nan, lane);
+      if (nan_here || (Placed && lane_of(tie, lane))) settle<Placed, Op>(view, job, row, column + lane, nan_here);
     }
   }
 }
@@ -147,22 +160,19 @@ template <int32_t Reduce, bool Placed, int32_t Op, class T, class I>
 void extremum_row(const View<T, I>& view, const Job& job, int64_t row) {
   T* const result = static_cast<T*>(job.result) + row * view.features;
   int32_t* const places = Placed ? places_of(job, row) : nullptr;
-  const int64_t begin = view.indptr[row], end = view.indptr[row + 1];
-  if (begin == end) {
+  if (view.indptr[row] == view.indptr[row + 1]) {
     __builtin_memset(result + view.first, 0, (view.last - view.first) * sizeof(T));
     for (int64_t f = view.first; Placed && f < view.last; ++f) places[f] = PYGDIST_NOWHERE;
     return;
   }
   view.for_each_head([&](int64_t head, int64_t first, int64_t last) {
     for_each_tile<T>(first, last, [&](const auto& tile) {
-      extremum_tile<Reduce, Placed, Op>(view, job, row, head, tile);
+      if constexpr (Op == PYGDIST_COPY) {
+        if (job.clean) return extremum_tile<Reduce, Placed, true, Op>(view, job, row, head, tile);
+      }
+      extremum_tile<Reduce, Placed, false, Op>(view, job, row, head, tile);
     });
   });
-  if constexpr (Placed && Op != PYGDIST_MUL) {
-    for (int64_t f = view.first; f < view.last; ++f) {
-      if (places[f] >= 0) places[f] = static_cast<int32_t>(view.index[begin + places[f]]);
-    }
-  }
 }
 
 // Adds the gradients of a row's extrema to the sources begin..end-1 that attain them: one, two, or more.
@@ -177,9 +187,12 @@ void extremum_scatter_row(const View<T, I>& view, const Job& job, int64_t row, i
   __builtin_prefetch(out + soon);
   __builtin_prefetch(grad + soon);
   __builtin_prefetch(places + soon);
+  // the values that the row after the next one will add to
+  const int32_t* const near = Op != PYGDIST_MUL && row + 2 < job.csr.num_rows ? places + 2 * view.features : nullptr;
   const int64_t first_entry = view.indptr[row], last_entry = view.indptr[row + 1];
   view.for_each_head([&](int64_t head, int64_t first, int64_t last) {
     for (int64_t f = first; f < last; ++f) {
+      if (near && near[f] >= 0) __builtin_prefetch(grad_x + near[f] * view.features + f, 1);
       const auto add_to = [&](int64_t source, T gradient) {
         if (source >= begin && source < end) grad_x[source * view.features + f] += gradient;
       };
@@ -216,6 +229,7 @@ void share_ties_row(const View<T, I>& view, const Job& job, int64_t row) {
   const T* const out = static_cast<const T*>(job.out) + row * view.features;
   const T* const grad = static_cast<const T*>(job.grad) + row * view.features;
   T* const share = static_cast<T*>(job.result) + row * view.features;
+  const int64_t begin = view.indptr[row], end = view.indptr[row + 1], far = view.far(end);
   view.for_each_head([&](int64_t head, int64_t first, int64_t last) {
     for_each_tile<T>(first, last, [&](auto tile) {
       using Tile = decltype(tile);
@@ -226,12 +240,12 @@ void share_ties_row(const View<T, I>& view, const Job& job, int64_t row) {
         best[k] = tile.load(out, k);
         count[k] = (best[k] == zero) ? one : zero;
       }
-      for (int64_t e = view.indptr[row]; e < view.indptr[row + 1]; ++e) {
-        tile.prefetch(view.row_ahead(x, e));
-        const T* source = view.row_of(x, e);
+      for (int64_t e = begin; e < end; ++e) {
+        tile.prefetch(view.row_of(x, e + far));
+        const T* const source = tile.part(view.row_of(x, e));
         const Value value = edge_value<Op>(view, e, head);
         for (int k = 0; k < Tile::Count; ++k) {
-          count[k] += (message<Op>(tile.load(source, k), value) == best[k]) ? one : zero;
+          count[k] += (message<Op>(tile.load_part(source, k), value) == best[k]) ? one : zero;
         }
       }
       for (int k = 0; k < Tile::Count; ++k) tile.store(share, k, tile.load(grad, k) / count[k]);
@@ -247,6 +261,7 @@ void extremum_grad_row(const View<T, I>& view, const Job& job, int64_t row) {
   const T* const out = static_cast<const T*>(job.out);
   const T* const grad = static_cast<const T*>(job.grad);
   T* const grad_x = static_cast<T*>(job.result) + row * view.features;
+  const int64_t begin = view.indptr[row], end = view.indptr[row + 1], far = view.far(end);
   view.for_each_head([&](int64_t head, int64_t first, int64_t last) {
     for_each_tile<T>(first, last, [&](auto tile) {
       using Tile = decltype(tile);
@@ -257,15 +272,15 @@ void extremum_grad_row(const View<T, I>& view, const Job& job, int64_t row) {
         own[k] = tile.load(x, k);
         total[k] = zero;
       }
-      for (int64_t e = view.indptr[row]; e < view.indptr[row + 1]; ++e) {
-        tile.prefetch(view.row_ahead(out, e));
-        tile.prefetch(view.row_ahead(grad, e));
-        const T* best = view.row_of(out, e);
-        const T* share = view.row_of(grad, e);
+      for (int64_t e = begin; e < end; ++e) {
+        tile.prefetch(view.row_of(out, e + far));
+        tile.prefetch(view.row_of(grad, e + far));
+        const T* const best = tile.part(view.row_of(out, e));
+        const T* const share = tile.part(view.row_of(grad, e));
         const Value value = edge_value<Op>(view, e, head);
         for (int k = 0; k < Tile::Count; ++k) {
-          const V gradient = row_gradient<Op>(tile.load(share, k), value);
-          total[k] += (message<Op>(own[k], value) == tile.load(best, k)) ? gradient : zero;
+          const V gradient = row_gradient<Op>(tile.load_part(share, k), value);
+          total[k] += (message<Op>(own[k], value) == tile.load_part(best, k)) ? gradient : zero;
         }
       }
       for (int k = 0; k < Tile::Count; ++k) tile.store(grad_x, k, total[k]);
@@ -273,16 +288,28 @@ void extremum_grad_row(const View<T, I>& view, const Job& job, int64_t row) {
   });
 }
 
+// The operator as a type, to be a template argument in turn.
+template <int32_t Op>
+struct OpOf {
+  static constexpr int32_t value = Op;
+};
+
+// Run-time types and operator to template arguments: calls `body(view, op)` with the View and the OpOf that fit the job.
+template <class Body>
+void with_op(const Job& job, const Body& body) {
+  with_view(job, [&](const auto& view) {
+    switch (job.csr.op) {
+      case PYGDIST_MUL: return body(view, OpOf<PYGDIST_MUL>{});
+      case PYGDIST_ADD: return body(view, OpOf<PYGDIST_ADD>{});
+      default: return body(view, OpOf<PYGDIST_COPY>{});
+    }
+  });
+}
+
 template <int32_t Reduce, bool Placed>
 void extremum_rows(const Job& job, int64_t begin, int64_t end) {
-  with_view(job, [&](const auto& view) {
-    for (int64_t row = begin; row < end; ++row) {
-      switch (job.csr.op) {
-        case PYGDIST_MUL: extremum_row<Reduce, Placed, PYGDIST_MUL>(view, job, row); break;
-        case PYGDIST_ADD: extremum_row<Reduce, Placed, PYGDIST_ADD>(view, job, row); break;
-        default: extremum_row<Reduce, Placed, PYGDIST_COPY>(view, job, row);
-      }
-    }
+  with_op(job, [&](const auto& view, auto op) {
+    for (int64_t row = begin; row < end; ++row) extremum_row<Reduce, Placed, op.value>(view, job, row);
   });
 }
 
@@ -298,43 +325,27 @@ void extremum(const Job& job, int64_t begin, int64_t end) {
 
 // Rows begin..end-1 are sources here; the entries of all rows are looked at.
 void extremum_scatter(const Job& job, int64_t begin, int64_t end) {
-  with_view(job, [&](const auto& view) {
+  with_op(job, [&](const auto& view, auto op) {
+    const int64_t bytes = job.csr.value_bits / 8;
     for (int64_t row = begin; row < end; ++row) {
-      const int64_t bytes = job.csr.value_bits / 8;
       char* const own = static_cast<char*>(job.result) + (row * view.features + view.first) * bytes;
       __builtin_memset(own, 0, (view.last - view.first) * bytes);
     }
     for (int64_t row = 0; row < job.csr.num_rows; ++row) {
-      switch (job.csr.op) {
-        case PYGDIST_MUL: extremum_scatter_row<PYGDIST_MUL>(view, job, row, begin, end); break;
-        case PYGDIST_ADD: extremum_scatter_row<PYGDIST_ADD>(view, job, row, begin, end); break;
-        default: extremum_scatter_row<PYGDIST_COPY>(view, job, row, begin, end);
-      }
+      extremum_scatter_row<op.value>(view, job, row, begin, end);
     }
   });
 }
 
 void share_ties(const Job& job, int64_t begin, int64_t end) {
-  with_view(job, [&](const auto& view) {
-    for (int64_t row = begin; row < end; ++row) {
-      switch (job.csr.op) {
-        case PYGDIST_MUL: share_ties_row<PYGDIST_MUL>(view, job, row); break;
-        case PYGDIST_ADD: share_ties_row<PYGDIST_ADD>(view, job, row); break;
-        default: share_ties_row<PYGDIST_COPY>(view, job, row);
-      }
-    }
+  with_op(job, [&](const auto& view, auto op) {
+    for (int64_t row = begin; row < end; ++row) share_ties_row<op.value>(view, job, row);
   });
 }
 
 void extremum_grad(const Job& job, int64_t begin, int64_t end) {
-  with_view(job, [&](const auto& view) {
-    for (int64_t row = begin; row < end; ++row) {
-      switch (job.csr.op) {
-        case PYGDIST_MUL: extremum_grad_row<PYGDIST_MUL>(view, job, row); break;
-        case PYGDIST_ADD: extremum_grad_row<PYGDIST_ADD>(view, job, row); break;
-        default: extremum_grad_row<PYGDIST_COPY>(view, job, row);
-      }
-    }
+  with_op(job, [&](const auto& view, auto op) {
+    for (int64_t row = begin; row < end; ++row) extremum_grad_row<op.value>(view, job, row);
   });
 }
 

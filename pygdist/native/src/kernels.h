@@ -13,6 +13,7 @@ struct Job {
   int64_t first_column = 0;  // the columns of the dense matrices to work on
   int64_t last_column = 0;
   int64_t stride = 0;  // values from one row to the next in the matrix that entries point to
+  bool clean = false;  // no value of x is NaN
   const void* x = nullptr;
   const void* out = nullptr;
   const void* grad = nullptr;

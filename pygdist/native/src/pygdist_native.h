@@ -8,7 +8,7 @@
 
 #include <stdint.h>
 
-#define PYGDIST_ABI_VERSION 17
+#define PYGDIST_ABI_VERSION 18
 #define PYGDIST_API __attribute__((visibility("default")))
 
 #ifdef __cplusplus
@@ -66,6 +66,9 @@ PYGDIST_API int32_t pygdist_abi_version(void);
 // Chooses the code path of later calls, for tests and measurements; at most what the machine has. Returns the choice.
 PYGDIST_API int32_t pygdist_set_isa(int32_t level);
 
+// Takes the last-level cache to have so many bytes in later calls, for tests of code paths; 0 for what the machine has.
+PYGDIST_API int32_t pygdist_set_cache(int64_t bytes);
+
 // The transpose: num_cols + 1 offsets, and for each of its entries the row and the position in the matrix. For
 // 32-bit indices; rows and entries must fit 32 bits too. Entries of a row keep their order.
 PYGDIST_API int32_t pygdist_transpose(const pygdist_csr* csr, int64_t* indptr, int32_t* index, int32_t* perm);
@@ -86,8 +89,11 @@ typedef enum pygdist_place {
 // op multiplies. Columns and entries of a row are fewer than 2^31 then. No bfloat16.
 PYGDIST_API int32_t pygdist_extremum(const pygdist_csr* csr, int32_t reduce, const void* x, void* out, int32_t* places);
 
+// 1 if the rows of extrema that more than two entries attain have few entries: one in 64 of all, feature by feature.
+PYGDIST_API int32_t pygdist_few_ties(const pygdist_csr* csr, const int32_t* places);
+
 // grad_x[j] = sum of the gradients of the extrema that j attains, by their places. Gradients are shared as by
-// pygdist_share_ties, and multiplied by weight_ij if op multiplies. Ties are looked for among all entries of their row.
+// pygdist_share_ties, and multiplied by weight_ij if op multiplies. Ties of more than two are looked for among all entries of their row: see pygdist_few_ties.
 PYGDIST_API int32_t pygdist_extremum_scatter(const pygdist_csr* csr, const void* x, const void* out,
                                              const int32_t* places, const void* grad_out, void* grad_x);
 

@@ -37,6 +37,16 @@ constexpr int kLanes = PYGDIST_VECTOR_BYTES / static_cast<int>(sizeof(Computed<T
 // Accumulators per tile: half of the registers of SSE2 and AVX2, which leaves room for the message and the weight.
 constexpr int kTileVectors = 8;
 
+// Has a pointer, a whole number or a vector of them computed once and kept. Otherwise GCC works out the address of each
+// vector of a row by itself, until the registers do not suffice, and broadcasts a number again wherever it is used.
+template <class V>
+inline void compute_once(V& value) {
+  if constexpr (sizeof(V) <= 8) asm("" : "+r"(value));
+#ifdef __x86_64__
+  if constexpr (sizeof(V) > 8) asm("" : "+x"(value));
+#endif
+}
+
 template <int Lanes, class T>
 inline Vector<Computed<T>, Lanes> load_vector(const T* from) {
   Vector<Computed<T>, Lanes> value;
@@ -85,7 +95,16 @@ struct Tile {
   int64_t first;
   int64_t own = 0;  // columns before it belong to the tile before
 
-  inline V load(const T* row, int k) const { return load_vector<L>(row + first + k * Lanes); }
+  // The tile's part of a row, for several loads.
+  inline const T* part(const T* row) const {
+    const T* start = row + first;
+    compute_once(start);
+    return start;
+  }
+
+  inline V load_part(const T* part, int k) const { return load_vector<L>(part + k * Lanes); }
+
+  inline V load(const T* row, int k) const { return load_part(row + first, k); }
 
   inline void store(T* row, int k, const V& value) const { store_vector<L>(row + first + k * Lanes, value); }
 
@@ -102,7 +121,7 @@ struct Tile {
 
   // Brings the tile's part of a row that is needed soon into the cache.
   inline void prefetch(const T* row) const {
-    const char* start = reinterpret_cast<const char*>(row + first);
+    const char* start = reinterpret_cast<const char*>(part(row));
     for (int offset = 0; offset < Count * Lanes * static_cast<int>(sizeof(T)); offset += 64) {
       __builtin_prefetch(start + offset);
     }
@@ -118,9 +137,10 @@ struct RaggedTile : Tile<T, L, C> {
 
   RaggedTile(int64_t first, int64_t over) : Tile<T, L, C>{first}, over(over) {}
 
-  inline int64_t column(int k) const { return this->first + k * L - (k == C - 1 ? over : 0); }
-  inline V load(const T* row, int k) const { return load_vector<L>(row + column(k)); }
-  inline void store(T* row, int k, const V& value) const { store_vector<L>(row + column(k), value); }
+  inline int64_t column(int k) const { return k * L - (k == C - 1 ? over : 0); }
+  inline V load_part(const T* part, int k) const { return load_vector<L>(part + column(k)); }
+  inline V load(const T* row, int k) const { return load_part(row + this->first, k); }
+  inline void store(T* row, int k, const V& value) const { store_vector<L>(row + this->first + column(k), value); }
   // both vectors have read what they add to before either is stored
   inline void store_own(T* row, int k, const V& value) const { store(row, k, value); }
 };
