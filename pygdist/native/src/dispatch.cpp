@@ -132,10 +132,10 @@ int64_t cache_bytes() {
 constexpr int64_t kLineBytes = 64;
 constexpr int64_t kSlabBytes = 128;  // two cache lines of a row; one alone is slower by a half, four by as much
 
-constexpr int64_t kOften = 8;                   // entries per column from which on a copy pays off
-constexpr int64_t kSmall = int64_t{1} << 20;    // bytes of a matrix that is near enough as it is
+constexpr int64_t kOften = 8;                 // entries per column from which on a pass over the matrix costs little
+constexpr int64_t kSmall = int64_t{1} << 20;  // bytes of a matrix whose rows are near enough as they are
 
-// The same for sums. They read whole rows faster as long as all rows are in the last cache beside everything else: 5 M
+// The same for sums, which read whole rows faster while all of them are in the last cache beside everything else: 5 M
 // entries, 10,000 nodes and 64 columns took 5.5 ms, by slabs 6.0.
 int64_t small_for_sums() { return cache_bytes() / 4; }
 
@@ -353,7 +353,8 @@ int32_t pygdist_spmm(const pygdist_csr* csr, int32_t reduce, const void* x, void
   pygdist::expect_writes(out, csr->num_rows * csr->num_features * csr->value_bits / 8);
   const auto kernel = pygdist::kernels().spmm;
   const int64_t slab = pygdist::sum_slab(*csr);
-  const bool slabs = pygdist::worth_slabs(*csr, slab, 1, pygdist::kOften, pygdist::small_for_sums()) || pygdist::worth_apart(*csr);
+  const bool wide = pygdist::worth_slabs(*csr, slab, 1, pygdist::kOften, pygdist::small_for_sums());
+  const bool slabs = wide || pygdist::worth_apart(*csr);
   slabs ? pygdist::run_slabs(kernel, job, slab) : pygdist::run(kernel, job);
   return PYGDIST_OK;
 }

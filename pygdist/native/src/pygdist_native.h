@@ -93,7 +93,8 @@ PYGDIST_API int32_t pygdist_extremum(const pygdist_csr* csr, int32_t reduce, con
 PYGDIST_API int32_t pygdist_few_ties(const pygdist_csr* csr, const int32_t* places);
 
 // grad_x[j] = sum of the gradients of the extrema that j attains, by their places. Gradients are shared as by
-// pygdist_share_ties, and multiplied by weight_ij if op multiplies. Ties of more than two are looked for among all entries of their row: see pygdist_few_ties.
+// pygdist_share_ties, and multiplied by weight_ij if op multiplies. Where more than two entries attain an extremum, all
+// entries of its row are looked at: see pygdist_few_ties.
 PYGDIST_API int32_t pygdist_extremum_scatter(const pygdist_csr* csr, const void* x, const void* out,
                                              const int32_t* places, const void* grad_out, void* grad_x);
 
