@@ -205,12 +205,16 @@ def _difference(one: Tensor, other: Tensor) -> float:
 
 
 def interleave(runs: dict[str, Callable[[], Any]], rounds: int, budget_s: float) -> dict[str, list[float]]:
-    """Return the seconds of each call; a contender that has spent the budget skips the remaining rounds."""
+    """Return the seconds of each contender's second call in each round, as in training each step follows its like.
+
+    A contender that has spent the budget skips the remaining rounds.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(rounds):
-        for name in random.sample(list(runs), len(runs)):  # each finds in the caches what another one left there
+        for name in random.sample(list(runs), len(runs)):
             if turn >= _FEWEST_ROUNDS and sum(seconds[name]) > budget_s:
                 continue
+            runs[name]()  # a virtual machine may have given memory back to its host during the others' turns
             start = time.perf_counter()
             runs[name]()
             seconds[name].append(time.perf_counter() - start)
