@@ -1,9 +1,10 @@
 """Folds: aggregations taken in parts and put together, with the rules by which their gradients are shared.
 
 The parts are source groups of one rank that arrive one after the other (:mod:`pygdist.backends.fetching`), or rows of
-one node on several ranks (:mod:`pygdist.backends.clones`). Sums need no rule. Softmax has none in common: groups that
-arrive merge weighted sums (:func:`pygdist.kernels.chunked.merge_softmax`), clones agree on the largest score and on the
-divisor of each edge.
+one node on several ranks (:mod:`pygdist.backends.clones`). Sums
+need no rule. Softmax has none in common: groups that arrive merge weighted sums and scale the older ones
+(:func:`pygdist.kernels.chunked.merge_softmax`), while clones keep a weight for each edge, as the layer's own code reads
+it, and so exchange the largest score first and then the divisor.
 """
 
 from __future__ import annotations

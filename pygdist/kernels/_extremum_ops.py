@@ -13,7 +13,7 @@ operator                          result                          gradient
 
 The gradient of ``x`` takes one of two ways. Where rows have many entries and edge values need no gradient, the forward
 pass keeps the place of each extremum (int32, see ``pygdist_native.h``), and the backward pass adds each gradient to the
-row at its place. Otherwise, and where more than two entries attain many of the extrema, the backward pass compares all
+row at its place. Otherwise, and where several entries attain many of the extrema, the backward pass compares all
 messages with the extrema again.
 """
 

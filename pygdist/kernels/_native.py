@@ -50,8 +50,8 @@ def extremum(csr: CSR, x: Tensor, weight: Tensor | None, op: str, reduce: str, p
 
 def few_ties(csr: CSR, places: Tensor) -> bool:
     """Return true if looking for ties, entry by entry of their rows, is little work beside looking at all entries."""
-    matrix, _held = csr.native(num_features=places.shape[1], num_threads=torch.get_num_threads())
-    few: int = library.require("this kernel").pygdist_few_ties(ctypes.byref(matrix), places.data_ptr())
+    few = torch.empty(1, dtype=torch.int32)
+    _call("pygdist_few_ties", csr, None, places, places, few)
     return bool(few)
 
 

@@ -119,7 +119,7 @@ _SIGNATURES: dict[str, tuple[type[ctypes._CData], ...]] = {
     "pygdist_set_cache": (_LONG,),
     "pygdist_spmm": (_CSR, _INT, _ARRAY, _ARRAY),
     "pygdist_extremum": (_CSR, _INT, _ARRAY, _ARRAY, _ARRAY),
-    "pygdist_few_ties": (_CSR, _ARRAY),
+    "pygdist_few_ties": (_CSR, _ARRAY, _ARRAY),
     "pygdist_extremum_scatter": (_CSR, *[_ARRAY] * 5),
     "pygdist_share_ties": (_CSR, _ARRAY, _ARRAY, _ARRAY, _ARRAY),
     "pygdist_extremum_grad": (_CSR, _ARRAY, _ARRAY, _ARRAY, _ARRAY),

@@ -82,11 +82,12 @@ void expect_writes(void* data, int64_t bytes) {
 #endif
 }
 
+constexpr int64_t kSmallestChunk = 1 << 14;  // values touched; below that, waking a thread costs more
+
 // Runs a kernel over all rows, in chunks of equal work that idle threads take one by one: on a power-law graph a few
 // rows hold most entries, so equal numbers of rows would leave threads waiting.
 void run(RowsKernel kernel, Job& job) {
   constexpr int64_t kChunksPerThread = 32;
-  constexpr int64_t kSmallestChunk = 1 << 14;  // values touched; below that, waking a thread costs more
   if (!job.last_column) job.last_column = job.csr.num_features;
   if (!job.stride) job.stride = job.csr.num_features;
   const int64_t values = work_before(job.csr, job.csr.num_rows) * std::max<int64_t>(job.last_column - job.first_column, 1);
@@ -117,7 +118,7 @@ std::atomic<int64_t> chosen_cache{0};
 // Bytes of the last-level cache, or a common size if the system does not report it. Not from sysconf(), which adds up
 // the caches of a whole socket on some processors.
 int64_t cache_bytes() {
-  if (chosen_cache > 0) return chosen_cache;
+  if (const int64_t chosen = chosen_cache) return chosen;
   static const int64_t found = [] {
     long kib = 0;
     if (FILE* const file = std::fopen("/sys/devices/system/cpu/cpu0/cache/index3/size", "r")) {
@@ -135,9 +136,10 @@ constexpr int64_t kSlabBytes = 128;  // two cache lines of a row; one alone is s
 constexpr int64_t kOften = 8;                 // entries per column from which on a pass over the matrix costs little
 constexpr int64_t kSmall = int64_t{1} << 20;  // bytes of a matrix whose rows are near enough as they are
 
-// The same for sums, which read whole rows faster while all of them are in the last cache beside everything else: 5 M
-// entries, 10,000 nodes and 64 columns took 5.5 ms, by slabs 6.0.
-int64_t small_for_sums() { return cache_bytes() / 4; }
+// The same for sums and for extrema whose rows are whole slabs. With 10,000 nodes and 5 M entries, whole rows and slabs
+// took 5.5 and 6.0 ms (sums, 64 columns), 12.0 and 13.3 ms (maxima, 128 columns); 27.5 and 23.0 ms (sums, 256 columns,
+// more than a quarter of the cache).
+int64_t small_for_whole_rows() { return cache_bytes() / 4; }
 
 // True if a product is faster slab by slab: a few columns of every row, copied side by side, stay in the cache where
 // whole rows do not (blocking over sources as in DistGNN's Algorithm 2, but over columns, so that sums stay in
@@ -265,7 +267,7 @@ template <class T>
 bool any_nan(const void* data, int64_t values, int32_t threads) {
   const T* const x = static_cast<const T*>(data);
   bool found = false;
-#pragma omp parallel for simd schedule(static) num_threads(threads) reduction(| : found)
+#pragma omp parallel for simd schedule(static) num_threads(threads) reduction(| : found) if (values > kSmallestChunk)
   for (int64_t i = 0; i < values; ++i) found |= x[i] != x[i];
   return found;
 }
@@ -278,12 +280,14 @@ bool clean(const pygdist_csr& csr, const void* x) {
   return !(csr.value_bits == 32 ? any_nan<float>(x, values, threads) : any_nan<double>(x, values, threads));
 }
 
-// True if the entries of rows with an extremum that more than two attain are few beside all entries, so that those that
-// attain it can be looked for one by one.
+// True if at most one in kMany of all entries, counted for each feature, lie in rows whose place is PYGDIST_SEVERAL: then
+// the entries that attain these extrema can be looked for one by one.
 bool few_ties(const pygdist_csr& csr, const int32_t* places) {
   constexpr int64_t kMany = 64;
   int64_t tied = 0;
-#pragma omp parallel for schedule(static) num_threads(std::max(csr.num_threads, 1)) reduction(+ : tied)
+  const int64_t values = csr.num_rows * csr.num_features;
+  const int32_t threads = std::max(csr.num_threads, 1);
+#pragma omp parallel for schedule(static) num_threads(threads) reduction(+ : tied) if (values > kSmallestChunk)
   for (int64_t row = 0; row < csr.num_rows; ++row) {
     const int32_t* const own = places + row * csr.num_features;
     int32_t several = 0;
@@ -353,7 +357,8 @@ int32_t pygdist_spmm(const pygdist_csr* csr, int32_t reduce, const void* x, void
   pygdist::expect_writes(out, csr->num_rows * csr->num_features * csr->value_bits / 8);
   const auto kernel = pygdist::kernels().spmm;
   const int64_t slab = pygdist::sum_slab(*csr);
-  const bool wide = pygdist::worth_slabs(*csr, slab, 1, pygdist::kOften, pygdist::small_for_sums());
+  const int64_t small = slab == pygdist::kSlabBytes ? pygdist::small_for_whole_rows() : pygdist::kSmall;
+  const bool wide = pygdist::worth_slabs(*csr, slab, 1, pygdist::kOften, small);
   const bool slabs = wide || pygdist::worth_apart(*csr);
   slabs ? pygdist::run_slabs(kernel, job, slab) : pygdist::run(kernel, job);
   return PYGDIST_OK;
@@ -373,15 +378,18 @@ int32_t pygdist_extremum(const pygdist_csr* csr, int32_t reduce, const void* x, 
   pygdist::expect_writes(places, values * 4);
   const auto kernel = pygdist::kernels().extremum;
   const int64_t slab = pygdist::sum_slab(*csr);
-  const bool fits = csr->num_features * csr->value_bits / 8 % pygdist::kSlabBytes == 0;  // tiles do not overlap
-  const int64_t small = fits ? pygdist::small_for_sums() : pygdist::kSmall;
+  const bool even = csr->num_features * csr->value_bits / 8 % pygdist::kSlabBytes == 0;
+  const int64_t small = even ? pygdist::small_for_whole_rows() : pygdist::kSmall;
   pygdist::worth_slabs(*csr, slab, 1, pygdist::kOften, small)
       ? pygdist::run_slabs(kernel, job, slab)
       : pygdist::run(kernel, job);
   return PYGDIST_OK;
 }
 
-int32_t pygdist_few_ties(const pygdist_csr* csr, const int32_t* places) { return pygdist::few_ties(*csr, places); }
+int32_t pygdist_few_ties(const pygdist_csr* csr, const int32_t* places, int32_t* few) {
+  *few = pygdist::few_ties(*csr, places);
+  return PYGDIST_OK;
+}
 
 int32_t pygdist_extremum_scatter(const pygdist_csr* csr, const void* x, const void* out, const int32_t* places,
                                  const void* grad_out, void* grad_x) {

@@ -72,47 +72,51 @@ inline int32_t* places_of(const Job& job, int64_t row) {
   return static_cast<int32_t*>(job.row_result) + row * job.csr.num_features;
 }
 
-// Corrects the extremum of column f where vectors leave doubts: a NaN may be among the messages, or more than one entry
-// may attain the extremum.
+// Extrema of one row's tile that more than one entry may attain, and of which it is found out if it is two: looking costs
+// as much as many vectors. Others get PYGDIST_SEVERAL, and the backward pass looks.
+constexpr int kPairsSought = 4;
+
+// The NaN among the messages of column f of a row if there is one; it is the extremum then. The sum of the messages is
+// also NaN if both infinities are among them.
 template <bool Placed, int32_t Op, class T, class I>
-__attribute__((noinline)) void settle(const View<T, I>& view, const Job& job, int64_t row, int64_t f, bool nan) {
+__attribute__((noinline)) void settle_nan(const View<T, I>& view, const Job& job, int64_t row, int64_t f) {
   const T* const x = static_cast<const T*>(job.x);
-  T& out = static_cast<T*>(job.result)[row * view.features + f];
-  const int64_t begin = view.indptr[row], end = view.indptr[row + 1], head = f / view.channels;
-  const auto found = [&](int64_t e) { return message<Op>(view.row_of(x, e)[f], edge_value<Op>(view, e, head)); };
-  for (int64_t e = begin; nan && e < end; ++e) {
-    if (found(e) == found(e)) continue;
-    out = found(e);
+  for (int64_t e = view.indptr[row]; e < view.indptr[row + 1]; ++e) {
+    const T found = message<Op>(view.row_of(x, e)[f], edge_value<Op>(view, e, f / view.channels));
+    if (found == found) continue;
+    static_cast<T*>(job.result)[row * view.features + f] = found;
     if constexpr (Placed) places_of(job, row)[f] = PYGDIST_NOWHERE;
     return;
   }
-  if constexpr (Placed) {
-    int64_t entries[2], count = 0;
-    for (int64_t e = begin; e < end; ++e) {
-      if (found(e) != out) continue;
-      if (count < 2) entries[count] = e - begin;
-      if (++count > 2) break;
-    }
-    if (count < 2) return;
-    const bool pair = count == 2 && end - begin <= PYGDIST_PAIR_BASE;
-    const int64_t several = PYGDIST_SEVERAL;
-    const int64_t place = pair ? PYGDIST_PAIRS + entries[0] * PYGDIST_PAIR_BASE + entries[1] : several;
-    places_of(job, row)[f] = static_cast<int32_t>(place);
+}
+
+// The place of the extremum of column f of a row, which more than one entry may attain.
+template <int32_t Op, class T, class I>
+__attribute__((noinline)) int32_t settle_tie(const View<T, I>& view, const Job& job, int64_t row, int64_t f) {
+  const T* const x = static_cast<const T*>(job.x);
+  const T out = static_cast<const T*>(job.result)[row * view.features + f];
+  const int64_t begin = view.indptr[row], end = view.indptr[row + 1];
+  int64_t entries[2], count = 0;
+  for (int64_t e = begin; e < end && end - begin <= PYGDIST_PAIR_BASE; ++e) {
+    if (message<Op>(view.row_of(x, e)[f], edge_value<Op>(view, e, f / view.channels)) != out) continue;
+    if (count < 2) entries[count] = e - begin;
+    if (++count > 2) break;
   }
+  return count == 2 ? static_cast<int32_t>(PYGDIST_PAIRS + entries[0] * PYGDIST_PAIR_BASE + entries[1]) : PYGDIST_SEVERAL;
 }
 
 // Columns of a row. Vectors compare without regard to NaN, which may be lost then; but the sum of all messages is NaN if
 // one of them is. (It also is if both infinities are among them, or after an overflow; that costs a second look.)
 // `Clean` says that no message is NaN.
 //
-// A place names the source of the last entry that attains the extremum, or the entry of the row where the message depends
-// on more than the source. The best of all other messages tells if another entry attains it, too.
+// `place` is the source of the last entry that attains the extremum; if op multiplies, the entry's position in the row.
+// `next` is the second-best message: it equals the best one if several entries attain that (or if all are infinite).
 template <int32_t Reduce, bool Placed, bool Clean, int32_t Op, class Tile, class T, class I>
 void extremum_tile(const View<T, I>& view, const Job& job, int64_t row, int64_t head, const Tile& tile) {
   using V = typename Tile::V;
   using Whole = typename WholeOf<V>::type;
   const T* const x = static_cast<const T*>(job.x);
-  const int64_t begin = view.indptr[row], end = view.indptr[row + 1], far = view.far(end);
+  const int64_t begin = view.indptr[row], end = view.indptr[row + 1];
   const auto name = [&](int64_t e) {
     return Whole{} + static_cast<typename WholeOf<T>::type>(Op == PYGDIST_MUL ? e - begin : view.index[e]);
   };
@@ -125,7 +129,7 @@ void extremum_tile(const View<T, I>& view, const Job& job, int64_t row, int64_t 
     if constexpr (Placed) place[k] = name(begin);
   }
   for (int64_t e = begin + 1; e < end; ++e) {
-    tile.prefetch(view.row_of(x, e + far));
+    tile.prefetch(view.row_ahead(x, e));
     const T* const source = tile.part(view.row_of(x, e));
     const T value = edge_value<Op>(view, e, head);
     Whole here = {};
@@ -141,16 +145,24 @@ void extremum_tile(const View<T, I>& view, const Job& job, int64_t row, int64_t 
       if constexpr (!Clean) sum[k] += found;
     }
   }
+  int tied = 0;
   for (int k = 0; k < Tile::Count; ++k) {
-    const int64_t column = tile.first + k * Tile::Lanes;
+    const int64_t column = tile.first + tile.column(k);
     tile.store(static_cast<T*>(job.result) + row * view.features, k, best[k]);
-    if constexpr (Placed) store_places<Tile::Lanes>(places_of(job, row) + column, place[k]);
-    const auto nan = sum[k] != sum[k];
-    const auto tie = next[k] == best[k];
-    if (!(Placed && any(tie)) && (Clean || !any(nan))) continue;
-    for (int lane = 0; lane < Tile::Lanes; ++lane) {
-      const bool nan_here = !Clean && lane_of(nan, lane);
-      if (nan_here || (Placed && lane_of(tie, lane))) settle<Placed, Op>(view, job, row, column + lane, nan_here);
+    if constexpr (Placed) {
+      int32_t* const places = places_of(job, row) + column;
+      store_places<Tile::Lanes>(places, place[k]);
+      const auto tie = next[k] == best[k];
+      for (int lane = 0; any(tie) && lane < Tile::Lanes; ++lane) {
+        if (!lane_of(tie, lane)) continue;
+        places[lane] = ++tied > kPairsSought ? PYGDIST_SEVERAL : settle_tie<Op>(view, job, row, column + lane);
+      }
+    }
+    if constexpr (!Clean) {
+      const auto nan = sum[k] != sum[k];
+      for (int lane = 0; any(nan) && lane < Tile::Lanes; ++lane) {
+        if (lane_of(nan, lane)) settle_nan<Placed, Op>(view, job, row, column + lane);
+      }
     }
   }
 }
@@ -187,12 +199,12 @@ void extremum_scatter_row(const View<T, I>& view, const Job& job, int64_t row, i
   __builtin_prefetch(out + soon);
   __builtin_prefetch(grad + soon);
   __builtin_prefetch(places + soon);
-  // the values that the row after the next one will add to
-  const int32_t* const near = Op != PYGDIST_MUL && row + 2 < job.csr.num_rows ? places + 2 * view.features : nullptr;
+  // the places of row + 2, whose gradients are prefetched
+  const int32_t* const next = Op != PYGDIST_MUL && row + 2 < job.csr.num_rows ? places + 2 * view.features : nullptr;
   const int64_t first_entry = view.indptr[row], last_entry = view.indptr[row + 1];
   view.for_each_head([&](int64_t head, int64_t first, int64_t last) {
     for (int64_t f = first; f < last; ++f) {
-      if (near && near[f] >= 0) __builtin_prefetch(grad_x + near[f] * view.features + f, 1);
+      if (next && next[f] >= begin && next[f] < end) __builtin_prefetch(grad_x + next[f] * view.features + f, 1);
       const auto add_to = [&](int64_t source, T gradient) {
         if (source >= begin && source < end) grad_x[source * view.features + f] += gradient;
       };
@@ -229,7 +241,7 @@ void share_ties_row(const View<T, I>& view, const Job& job, int64_t row) {
   const T* const out = static_cast<const T*>(job.out) + row * view.features;
   const T* const grad = static_cast<const T*>(job.grad) + row * view.features;
   T* const share = static_cast<T*>(job.result) + row * view.features;
-  const int64_t begin = view.indptr[row], end = view.indptr[row + 1], far = view.far(end);
+  const int64_t begin = view.indptr[row], end = view.indptr[row + 1];
   view.for_each_head([&](int64_t head, int64_t first, int64_t last) {
     for_each_tile<T>(first, last, [&](auto tile) {
       using Tile = decltype(tile);
@@ -241,7 +253,7 @@ void share_ties_row(const View<T, I>& view, const Job& job, int64_t row) {
         count[k] = (best[k] == zero) ? one : zero;
       }
       for (int64_t e = begin; e < end; ++e) {
-        tile.prefetch(view.row_of(x, e + far));
+        tile.prefetch(view.row_ahead(x, e));
         const T* const source = tile.part(view.row_of(x, e));
         const Value value = edge_value<Op>(view, e, head);
         for (int k = 0; k < Tile::Count; ++k) {
@@ -261,7 +273,7 @@ void extremum_grad_row(const View<T, I>& view, const Job& job, int64_t row) {
   const T* const out = static_cast<const T*>(job.out);
   const T* const grad = static_cast<const T*>(job.grad);
   T* const grad_x = static_cast<T*>(job.result) + row * view.features;
-  const int64_t begin = view.indptr[row], end = view.indptr[row + 1], far = view.far(end);
+  const int64_t begin = view.indptr[row], end = view.indptr[row + 1];
   view.for_each_head([&](int64_t head, int64_t first, int64_t last) {
     for_each_tile<T>(first, last, [&](auto tile) {
       using Tile = decltype(tile);
@@ -273,8 +285,8 @@ void extremum_grad_row(const View<T, I>& view, const Job& job, int64_t row) {
         total[k] = zero;
       }
       for (int64_t e = begin; e < end; ++e) {
-        tile.prefetch(view.row_of(out, e + far));
-        tile.prefetch(view.row_of(grad, e + far));
+        tile.prefetch(view.row_ahead(out, e));
+        tile.prefetch(view.row_ahead(grad, e));
         const T* const best = tile.part(view.row_of(out, e));
         const T* const share = tile.part(view.row_of(grad, e));
         const Value value = edge_value<Op>(view, e, head);

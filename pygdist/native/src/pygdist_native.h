@@ -1,8 +1,9 @@
 // The C ABI of libpygdist_native, the only interface between Python and C++.
 //
 // Plain C types only, no torch and no Python header, so one build serves every version of both. Arrays are dense and
-// row-major. There is no state between calls. The caller guarantees that indices are in range and arrays long enough;
-// nothing is checked again here. Raise PYGDIST_ABI_VERSION whenever a signature or a struct changes.
+// row-major. Calls share no state but the choices of pygdist_set_isa and pygdist_set_cache. The caller guarantees that
+// indices are in range and arrays long enough; nothing is checked again here. Raise PYGDIST_ABI_VERSION whenever a
+// signature or a struct changes.
 #ifndef PYGDIST_NATIVE_H
 #define PYGDIST_NATIVE_H
 
@@ -79,7 +80,7 @@ PYGDIST_API int32_t pygdist_spmm(const pygdist_csr* csr, int32_t reduce, const v
 // The place of an extremum is a number from 0 on where exactly one entry attains it, and otherwise one of these.
 typedef enum pygdist_place {
   PYGDIST_NOWHERE = -1,               // the row has no entry, or the extremum is a NaN
-  PYGDIST_SEVERAL = -2,               // more than two entries attain it, or two of a row of more than 2^15
+  PYGDIST_SEVERAL = -2,               // any number of entries may attain it
   PYGDIST_PAIRS = -2 - (1 << 30),     // + 2^15 p + q: the p-th and the q-th entry of the row attain it
   PYGDIST_PAIR_BASE = 1 << 15,
 } pygdist_place;
@@ -89,12 +90,12 @@ typedef enum pygdist_place {
 // op multiplies. Columns and entries of a row are fewer than 2^31 then. No bfloat16.
 PYGDIST_API int32_t pygdist_extremum(const pygdist_csr* csr, int32_t reduce, const void* x, void* out, int32_t* places);
 
-// 1 if the rows of extrema that more than two entries attain have few entries: one in 64 of all, feature by feature.
-PYGDIST_API int32_t pygdist_few_ties(const pygdist_csr* csr, const int32_t* places);
+// few = 1 if at most one in 64 of all entries, counted for each feature, lie in rows whose place is PYGDIST_SEVERAL.
+PYGDIST_API int32_t pygdist_few_ties(const pygdist_csr* csr, const int32_t* places, int32_t* few);
 
 // grad_x[j] = sum of the gradients of the extrema that j attains, by their places. Gradients are shared as by
-// pygdist_share_ties, and multiplied by weight_ij if op multiplies. Where more than two entries attain an extremum, all
-// entries of its row are looked at: see pygdist_few_ties.
+// pygdist_share_ties, and multiplied by weight_ij if op multiplies. Where the place is PYGDIST_SEVERAL,
+// all entries of the row are looked at: see pygdist_few_ties.
 PYGDIST_API int32_t pygdist_extremum_scatter(const pygdist_csr* csr, const void* x, const void* out,
                                              const int32_t* places, const void* grad_out, void* grad_x);
 

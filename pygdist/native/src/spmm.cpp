@@ -40,7 +40,6 @@ void spmm_row(const View<T, I>& view, const Job& job, int64_t row) {
     if constexpr (!Onto) __builtin_memset(result + view.first, 0, (view.last - view.first) * sizeof(T));
     return;
   }
-  const int64_t far = view.far(end);
   const Value divisor = job.reduce == PYGDIST_MEAN ? static_cast<Value>(end - begin) : Value{1};
   view.for_each_head([&](int64_t head, int64_t first, int64_t last) {
     for_each_tile<T, Widths::kAny>(first, last, [&](auto tile) {
@@ -56,7 +55,7 @@ void spmm_row(const View<T, I>& view, const Job& job, int64_t row) {
         if constexpr (Onto) total[k] += tile.load(result, k);
       }
       const auto take = [&](int64_t e, V* sums) {
-        if constexpr (kAsk) tile.prefetch(view.row_of(x, e + far));
+        if constexpr (kAsk) tile.prefetch(view.row_ahead(x, e));
         const T* const source = tile.part(view.row_of(x, e));
         if constexpr (Op != PYGDIST_COPY) value = values[Values::values_of(view, e)];
         for (int k = 0; k < Tile::Count; ++k) {

@@ -37,13 +37,21 @@ constexpr int kLanes = PYGDIST_VECTOR_BYTES / static_cast<int>(sizeof(Computed<T
 // Accumulators per tile: half of the registers of SSE2 and AVX2, which leaves room for the message and the weight.
 constexpr int kTileVectors = 8;
 
-// Has a pointer, a whole number or a vector of them computed once and kept. Otherwise GCC works out the address of each
+// Hide from the compiler how a value was computed, so that it stays in a register: GCC works out the address of each
 // vector of a row by itself, until the registers do not suffice, and broadcasts a number again wherever it is used.
+template <class T>
+inline void compute_once(const T*& pointer) {
+  asm("" : "+r"(pointer));
+}
+
 template <class V>
-inline void compute_once(V& value) {
-  if constexpr (sizeof(V) <= 8) asm("" : "+r"(value));
+inline void compute_once(V& vector) {
 #ifdef __x86_64__
-  if constexpr (sizeof(V) > 8) asm("" : "+x"(value));
+  if constexpr (sizeof(V) > 8) asm("" : "+v"(vector));
+#elif defined(__aarch64__)
+  if constexpr (sizeof(V) == 16) asm("" : "+w"(vector));
+#else
+  (void)vector;
 #endif
 }
 
@@ -102,20 +110,23 @@ struct Tile {
     return start;
   }
 
-  inline V load_part(const T* part, int k) const { return load_vector<L>(part + k * Lanes); }
+  // The column of vector k, counted from the first.
+  static constexpr int64_t column(int k) { return k * Lanes; }
+
+  inline V load_part(const T* part, int k) const { return load_vector<L>(part + column(k)); }
 
   inline V load(const T* row, int k) const { return load_part(row + first, k); }
 
-  inline void store(T* row, int k, const V& value) const { store_vector<L>(row + first + k * Lanes, value); }
+  inline void store(T* row, int k, const V& value) const { store_vector<L>(row + first + column(k), value); }
 
   // The same, to add to a row: columns that two tiles cover must be added to once.
   inline void store_own(T* row, int k, const V& value) const {
-    const int64_t column = first + k * Lanes;
-    if (column >= own) return store(row, k, value);
+    const int64_t at = first + column(k);
+    if (at >= own) return store(row, k, value);
     T lanes[Lanes];
     store_vector<Lanes>(lanes, value);
     for (int lane = 0; lane < Lanes; ++lane) {
-      if (column + lane >= own) row[column + lane] = lanes[lane];
+      if (at + lane >= own) row[at + lane] = lanes[lane];
     }
   }
 

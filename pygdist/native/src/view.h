@@ -32,9 +32,6 @@ struct View {
     return dense + static_cast<int64_t>(index[e]) * stride;
   }
 
-  // By how much to prefetch ahead of the entries before `end`, so that no entry lies beyond the last of all.
-  inline int64_t far(int64_t end) const { return num_entries - end < kAhead ? num_entries - end : kAhead; }
-
   inline int64_t ahead(int64_t e) const { return e + kAhead < num_entries ? e + kAhead : e; }
 
   // The row to prefetch while entry e is at work; it may belong to one of the next rows of the matrix.
