@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     _Simple: TypeAlias = ctypes._SimpleCData[Any]
 
 LIBRARY_NAME = "libpygdist_native.so"
-ABI_VERSION = 18
+ABI_VERSION = 19
 """``PYGDIST_ABI_VERSION`` in ``pygdist_native.h``; another number means an older or newer build."""
 
 _INT = ctypes.c_int32
@@ -153,6 +153,9 @@ _SIGNATURES: dict[str, tuple[type[ctypes._CData], ...]] = {
     "pygdist_keep_values": (_ARRAY, _LONG, _LONG, _SEED, _SEED, _SEED, _INT, _ARRAY),
     "pygdist_count_hop": (_CSR, _HOP),
     "pygdist_sample_hop": (_CSR, _HOP),
+    "pygdist_hop_key": (_HOP, ctypes.POINTER(_SEED)),
+    "pygdist_draw": (_CSR, _HOP, _SEED, _ARRAY),
+    "pygdist_place_hop": (_HOP,),
     "pygdist_induce": (_CSR, _HOP),
     "pygdist_gat_grad": (_CSR, _ARRAY, _ARRAY, _REAL, *[_ARRAY] * 4),
 }

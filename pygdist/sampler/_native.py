@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pygdist.errors import InputError
 from pygdist.kernels import CSR
-from pygdist.native import NativeHop, Status, library
+from pygdist.native import NativeCsr, NativeHop, Status, library
 
 
 class Sampled(NamedTuple):
@@ -72,6 +72,56 @@ def induce(csr: CSR, nodes: Tensor) -> Sampled:
     return call.result([nodes.numel()], [call.num_edges])
 
 
+def hop_key(seeds: Tensor, number: int, *, seed: int, epoch: int) -> int:
+    """Return the key that chooses the edges of a batch's hop, as :func:`sample` does."""
+    seeds = seeds.to(torch.int64).contiguous()
+    hop = NativeHop(node=seeds.data_ptr(), num_seeds=seeds.numel(), number=number, seed=seed, epoch=epoch)
+    key = ctypes.c_uint64()
+    _run("pygdist_hop_key", hop, ctypes.byref(key))
+    return key.value
+
+
+def draw(
+    csr: CSR, rows: Tensor, ids: Tensor, fan_out: int, *, replace: bool, key: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sample the edges into some rows of a matrix, whose nodes have these ids in the whole graph.
+
+    Returns:
+        The number of edges into each row; their sources, as columns, and their positions in the caller's order.
+    """
+    matrix, _held = csr.native()
+    rows, ids = rows.to(torch.int64).contiguous(), ids.to(torch.int64).contiguous()
+    hop = NativeHop(node=rows.data_ptr(), num_nodes=rows.numel(), fan_out=fan_out, replace=int(replace))
+    _run("pygdist_count_hop", hop, matrix=matrix)
+    source, target, edge = (torch.empty(hop.num_edges, dtype=torch.int64) for _ in range(3))
+    hop.source, hop.target, hop.edge = source.data_ptr(), target.data_ptr(), edge.data_ptr()
+    _run("pygdist_draw", hop, key, ids.data_ptr(), matrix=matrix)
+    return torch.bincount(target, minlength=rows.numel()), source, edge
+
+
+def place(nodes: Tensor, sources: Tensor) -> tuple[Tensor, Tensor]:
+    """Append the ids of sources to those of nodes, each once; refuse nodes that repeat.
+
+    Returns:
+        All nodes, and the position of each source among them.
+    """
+    longer, position = _longer(nodes, nodes.numel(), sources.numel()), sources.clone()
+    hop = NativeHop(node=longer.data_ptr(), num_nodes=nodes.numel(), source=position.data_ptr())
+    hop.num_edges = sources.numel()
+    _run("pygdist_place_hop", hop)
+    return longer[: hop.num_nodes].clone(), position
+
+
+def _run(name: str, hop: NativeHop, *arguments: Any, matrix: NativeCsr | None = None) -> None:
+    """Call a function of the library with the hop, after the matrix if there is one."""
+    structures = [ctypes.byref(one) for one in (matrix, hop) if one is not None]
+    status = getattr(library.require("sampling"), name)(*structures, *arguments)
+    if status == Status.BAD_ID:
+        raise InputError("the seed nodes of a batch must differ, but one of them is given twice")
+    if status != Status.OK:
+        raise MemoryError("not enough memory for a mini-batch")
+
+
 class _Call:
     """The arrays of a batch, which grow hop by hop, and the structures that pass them to the library."""
 
@@ -96,11 +146,7 @@ class _Call:
 
     def run(self, name: str) -> None:
         """Call a function of the library with the matrix and the hop."""
-        status = getattr(library.require("sampling"), name)(ctypes.byref(self._matrix), ctypes.byref(self.hop))
-        if status == Status.BAD_ID:
-            raise InputError("the seed nodes of a batch must differ, but one of them is given twice")
-        if status != Status.OK:
-            raise MemoryError("not enough memory for a mini-batch")
+        _run(name, self.hop, matrix=self._matrix)
 
     def result(self, num_nodes: list[int], num_edges: list[int]) -> Sampled:
         """Return the batch, without the memory that was not needed."""

@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define PYGDIST_ABI_VERSION 18
+#define PYGDIST_ABI_VERSION 19
 #define PYGDIST_API __attribute__((visibility("default")))
 
 #ifdef __cplusplus
@@ -298,6 +298,17 @@ PYGDIST_API int32_t pygdist_count_hop(const pygdist_csr* csr, pygdist_hop* hop);
 // Samples the edges of a hop after pygdist_count_hop, and appends their sources to the nodes. PYGDIST_BAD_ID: a node is
 // given twice.
 PYGDIST_API int32_t pygdist_sample_hop(const pygdist_csr* csr, pygdist_hop* hop);
+
+// The key of a hop's random numbers: it depends on the seed, the epoch, the seed nodes and the number of the hop.
+PYGDIST_API int32_t pygdist_hop_key(const pygdist_hop* hop, uint64_t* key);
+
+// Samples the edges into all nodes of the hop, which are rows of the matrix, after pygdist_count_hop; id[i], the node's id
+// in the whole graph, and the key choose the edges, as pygdist_sample_hop does. Sources are columns of the matrix here.
+PYGDIST_API int32_t pygdist_draw(const pygdist_csr* csr, pygdist_hop* hop, uint64_t key, const int64_t* id);
+
+// Ends a hop whose edges pygdist_draw sampled, here or elsewhere: `source` has the ids of nodes, which become positions;
+// those that are new are appended to the nodes. PYGDIST_BAD_ID as above.
+PYGDIST_API int32_t pygdist_place_hop(pygdist_hop* hop);
 
 // Finds the edges among the nodes, and adds no node. `first` is 0 and `fan_out` -1, the arrays are as long as
 // pygdist_count_hop says; num_edges becomes their number.

@@ -96,11 +96,15 @@ int64_t edges_of(const pygdist_hop& hop, int64_t degree) {
   return std::min(degree, hop.fan_out);
 }
 
-// Writes the position of every sampled entry into `edge` and that of its row into `target`.
-void draw(const pygdist_csr& csr, const pygdist_hop& hop) {
+uint64_t key_of(const pygdist_hop& hop) {
   uint64_t batch = mixed(hop.epoch, hop.seed);
   for (int64_t i = 0; i < hop.num_seeds; ++i) batch = mixed(static_cast<uint64_t>(hop.node[i]), batch);
-  const uint64_t key = mixed(static_cast<uint64_t>(hop.number), batch);
+  return mixed(static_cast<uint64_t>(hop.number), batch);
+}
+
+// Writes the position of every sampled entry into `edge` and that of its row into `target`. Nodes are rows of the matrix;
+// random numbers depend on their ids.
+void draw(const pygdist_csr& csr, const pygdist_hop& hop, uint64_t key, const int64_t* id) {
   Draws draws;
   int64_t* edge = hop.edge;
   for (int64_t i = hop.first; i < hop.num_nodes; ++i) {
@@ -110,7 +114,7 @@ void draw(const pygdist_csr& csr, const pygdist_hop& hop) {
     if (hop.fan_out < 0 || (count == degree && !hop.replace)) {
       for (int64_t k = 0; k < degree; ++k) edge[k] = begin + k;
     } else {
-      const uint64_t stream = mixed(static_cast<uint64_t>(hop.node[i]), key);
+      const uint64_t stream = mixed(static_cast<uint64_t>(id[i]), key);
       if (!hop.replace) {
         draws.pick(stream, degree, count, begin, edge);
       } else {
@@ -136,6 +140,24 @@ void gather(const void* values, int32_t bits, const int64_t* position, int64_t c
   bits == 32 ? gather<int32_t>(values, position, count, out) : gather<int64_t>(values, position, count, out);
 }
 
+// Gives the nodes their positions; false if one is given twice.
+bool fill(Places& places, const pygdist_hop& hop) {
+  for (int64_t i = 0; i < hop.num_nodes; ++i) {
+    if (places.add(hop.node[i], i) != i) return false;
+  }
+  return true;
+}
+
+// Replaces the ids of sources by their positions among the nodes; those that are not there yet are appended.
+void place(Places& places, pygdist_hop& hop) {
+  for (int64_t e = 0; e < hop.num_edges; ++e) {
+    if (e + kAhead < hop.num_edges) places.prefetch(hop.source[e + kAhead]);
+    const int64_t node = hop.source[e], position = places.add(node, hop.num_nodes);
+    if (position == hop.num_nodes) hop.node[hop.num_nodes++] = node;
+    hop.source[e] = position;
+  }
+}
+
 bool known_types(const pygdist_csr& csr) {
   return (csr.index_bits == 32 || csr.index_bits == 64) && (!csr.perm || csr.perm_bits == 32 || csr.perm_bits == 64);
 }
@@ -156,19 +178,33 @@ int32_t pygdist_count_hop(const pygdist_csr* csr, pygdist_hop* hop) {
 int32_t pygdist_sample_hop(const pygdist_csr* csr, pygdist_hop* hop) try {
   if (!known_types(*csr)) return PYGDIST_BAD_TYPE;
   Places places(hop->num_nodes + std::min(hop->num_edges, csr->num_rows));
-  for (int64_t i = 0; i < hop->num_nodes; ++i) {
-    if (places.add(hop->node[i], i) != i) return PYGDIST_BAD_ID;
-  }
-  draw(*csr, *hop);
-  const int64_t count = hop->num_edges;
-  gather(csr->index, csr->index_bits, hop->edge, count, hop->source);
-  for (int64_t e = 0; e < count; ++e) {
-    if (e + kAhead < count) places.prefetch(hop->source[e + kAhead]);
-    const int64_t node = hop->source[e], place = places.add(node, hop->num_nodes);
-    if (place == hop->num_nodes) hop->node[hop->num_nodes++] = node;
-    hop->source[e] = place;
-  }
-  if (csr->perm) gather(csr->perm, csr->perm_bits, hop->edge, count, hop->edge);
+  if (!fill(places, *hop)) return PYGDIST_BAD_ID;
+  draw(*csr, *hop, key_of(*hop), hop->node);
+  gather(csr->index, csr->index_bits, hop->edge, hop->num_edges, hop->source);
+  place(places, *hop);
+  if (csr->perm) gather(csr->perm, csr->perm_bits, hop->edge, hop->num_edges, hop->edge);
+  return PYGDIST_OK;
+} catch (const std::bad_alloc&) {
+  return PYGDIST_NO_MEMORY;
+}
+
+int32_t pygdist_hop_key(const pygdist_hop* hop, uint64_t* key) {
+  *key = key_of(*hop);
+  return PYGDIST_OK;
+}
+
+int32_t pygdist_draw(const pygdist_csr* csr, pygdist_hop* hop, uint64_t key, const int64_t* id) {
+  if (!known_types(*csr)) return PYGDIST_BAD_TYPE;
+  draw(*csr, *hop, key, id);
+  gather(csr->index, csr->index_bits, hop->edge, hop->num_edges, hop->source);
+  if (csr->perm) gather(csr->perm, csr->perm_bits, hop->edge, hop->num_edges, hop->edge);
+  return PYGDIST_OK;
+}
+
+int32_t pygdist_place_hop(pygdist_hop* hop) try {
+  Places places(hop->num_nodes + hop->num_edges);
+  if (!fill(places, *hop)) return PYGDIST_BAD_ID;
+  place(places, *hop);
   return PYGDIST_OK;
 } catch (const std::bad_alloc&) {
   return PYGDIST_NO_MEMORY;
@@ -177,10 +213,8 @@ int32_t pygdist_sample_hop(const pygdist_csr* csr, pygdist_hop* hop) try {
 int32_t pygdist_induce(const pygdist_csr* csr, pygdist_hop* hop) try {
   if (!known_types(*csr)) return PYGDIST_BAD_TYPE;
   Places places(hop->num_nodes);
-  for (int64_t i = 0; i < hop->num_nodes; ++i) {
-    if (places.add(hop->node[i], i) != i) return PYGDIST_BAD_ID;
-  }
-  draw(*csr, *hop);  // all in-edges of the nodes: fan_out is -1
+  if (!fill(places, *hop)) return PYGDIST_BAD_ID;
+  draw(*csr, *hop, 0, hop->node);  // all in-edges of the nodes: fan_out is -1
   gather(csr->index, csr->index_bits, hop->edge, hop->num_edges, hop->source);
   int64_t kept = 0;
   for (int64_t e = 0; e < hop->num_edges; ++e) {
