@@ -20,6 +20,8 @@ from pygdist.sampler import _native
 from pygdist.sampler._native import Sampled
 from pygdist.sampler.csr_neighbors import check_fan_out, check_seed
 
+_IDS_AT_A_TIME = 1 << 22  # that each rank sends to each
+
 
 class DistributedNeighborSampler:
     r"""Samples in-neighbours hop by hop, each node's on the rank that holds its in-edges (P3, Sec. 3.2.1).
@@ -132,6 +134,38 @@ class DistributedNeighborSampler:
     def _wrong(self, seeds: Tensor) -> bool:
         outside = (seeds < 0) | (seeds >= self._csr.num_cols)
         return bool(outside.any()) or seeds.unique().numel() < seeds.numel()
+
+
+def owners_of_nodes(owned_id: Tensor, num_nodes: int, communicator: Communicator) -> Callable[[Tensor], Tensor]:
+    """Tell all ranks who holds which nodes; every rank makes the call.
+
+    Each rank keeps a number for each node of the graph: 1 byte up to 127 ranks, else 2. For hashed nodes a function of
+    the id does without.
+
+    Args:
+        owned_id: Ids of this rank's nodes, ``(n,)`` int64.
+        num_nodes: Nodes of all ranks.
+        communicator: The ranks.
+
+    Returns:
+        A function of ids, ``(k,)`` int64, that returns their ranks, ``(k,)`` int64.
+
+    Raises:
+        InputError: On all ranks, if a node has no owner or two.
+    """
+    owner = torch.full((num_nodes,), -1, dtype=torch.int8 if communicator.world_size <= 127 else torch.int16)
+    most = int(communicator.gather([owned_id.numel()])[:, 0].max())
+    twice = 0
+    for start in range(0, most, _IDS_AT_A_TIME):
+        ids = owned_id[start : start + _IDS_AT_A_TIME].contiguous()
+        for rank, arrived in enumerate(communicator.all_to_all([ids] * communicator.world_size, label="owners")):
+            twice += int((owner[arrived] >= 0).sum())
+            owner[arrived] = rank
+    missing = int((owner < 0).sum())
+    communicator.agree(
+        f"{missing} of {num_nodes} nodes have no owner, {twice} have two" if missing or twice else None
+    )
+    return lambda ids: owner[ids].to(torch.int64)
 
 
 def _misfit(csr: CSR, owned_id: Tensor) -> str | None:

@@ -11,7 +11,7 @@ from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.kernels import CSR
 from pygdist.sampler import _native
-from pygdist.sampler.across_ranks import DistributedNeighborSampler
+from pygdist.sampler.across_ranks import DistributedNeighborSampler, owners_of_nodes
 from pygdist.testing import RankPool
 from tests.kernels.oracle import needs_library
 from tests.sampler.oracle import random_graph
@@ -78,3 +78,19 @@ def wrong_seeds_on_ranks(rank: int, world_size: int, seeds: list[int]) -> None:
 @pytest.mark.parametrize("seeds", [[3, 3], [90], [-1, 2]], ids=str)
 def test_wrong_seeds_are_refused_on_all_ranks(pool: RankPool, seeds: list[int]) -> None:
     pool.run(wrong_seeds_on_ranks, 2, seeds)
+
+
+def owners_on_ranks(rank: int, world_size: int) -> None:
+    communicator, nodes = Communicator(dist.new_group()), torch.arange(NODES)
+    owner = nodes * 7 % 5 % world_size
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pygdist.sampler.across_ranks._IDS_AT_A_TIME", 8)
+        found = owners_of_nodes((owner == rank).nonzero().view(-1), NODES, communicator)
+        assert torch.equal(found(nodes.flip(0)), owner.flip(0))
+        mine = (owner == rank).nonzero().view(-1)
+        with pytest.raises(InputError, match="1 of 90 nodes have no owner, 1 have two"):
+            owners_of_nodes(torch.cat([mine[1:], nodes[owner == 1][:1]]) if rank == 0 else mine, NODES, communicator)
+
+
+def test_all_ranks_know_the_owners(pool: RankPool) -> None:
+    pool.run(owners_on_ranks, 3)
