@@ -162,9 +162,7 @@ def owners_of_nodes(owned_id: Tensor, num_nodes: int, communicator: Communicator
             twice += int((owner[arrived] >= 0).sum())
             owner[arrived] = rank
     missing = int((owner < 0).sum())
-    communicator.agree(
-        f"{missing} of {num_nodes} nodes have no owner, {twice} have two" if missing or twice else None
-    )
+    communicator.agree(f"{missing} of {num_nodes} nodes have no owner, {twice} have two" if missing or twice else None)
     return lambda ids: owner[ids].to(torch.int64)
 
 
