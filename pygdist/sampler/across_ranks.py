@@ -67,7 +67,10 @@ class DistributedNeighborSampler:
         library.require("DistributedNeighborSampler")
         self.num_neighbors, self.seed = check_fan_out("num_neighbors", num_neighbors), check_seed(seed)
         self.replace = replace
-        communicator.agree(_misfit(csr, owned_id))
+        communicator.agree(_misfit(csr, owned_id, owner_of, communicator.rank))
+        num_owned = int(communicator.gather([csr.num_rows]).sum())
+        if num_owned != csr.num_cols:  # as no node has two owners, each has one now
+            raise InputError(f"the ranks hold the in-edges of {num_owned} nodes, but the graph has {csr.num_cols}")
         if not communicator.are_alike([csr.num_cols, csr.perm is not None, replace, *self.num_neighbors]):
             raise InputError(
                 "ranks must sample alike: nodes of the graph, edge ids, fan-outs and replace are not equal"
@@ -118,8 +121,8 @@ class DistributedNeighborSampler:
                     f"rank {rank} has seed nodes that repeat, or that are not in 0..{self._csr.num_cols - 1}"
                 )
         answers = [self._answer(question, head.numel(), fan_out) for question in arrived]
-        found = communicator.all_to_all(answers, label="sampling, edges")
-        parts = [_read(answer.to(torch.int64), number) for answer, number in zip(found, asked, strict=True)]
+        edges_by_owner = communicator.all_to_all(answers, label="sampling, edges")
+        parts = [_read(answer.to(torch.int64), number) for answer, number in zip(edges_by_owner, asked, strict=True)]
         count, source, edge = (torch.cat(part) for part in zip(*parts, strict=True))
         return _ungrouped(grouped, count, source, edge)
 
@@ -140,7 +143,8 @@ def owners_of_nodes(owned_id: Tensor, num_nodes: int, communicator: Communicator
     """Tell all ranks who holds which nodes; every rank makes the call.
 
     Each rank keeps a number for each node of the graph: 1 byte up to 127 ranks, else 2. For hashed nodes a function of
-    the id does without.
+    the id does without. :class:`~pygdist.comm.directory.NodeDirectory` keeps a share of the nodes on each rank, but
+    takes an exchange for each look-up.
 
     Args:
         owned_id: Ids of this rank's nodes, ``(n,)`` int64.
@@ -151,8 +155,10 @@ def owners_of_nodes(owned_id: Tensor, num_nodes: int, communicator: Communicator
         A function of ids, ``(k,)`` int64, that returns their ranks, ``(k,)`` int64.
 
     Raises:
-        InputError: On all ranks, if a node has no owner or two.
+        InputError: On all ranks, if a node has no owner or two, or an id is out of range.
     """
+    outside = int(((owned_id < 0) | (owned_id >= num_nodes)).sum())
+    communicator.agree(f"{outside} ids of owned nodes are not in 0..{num_nodes - 1}" if outside else None)
     owner = torch.full((num_nodes,), -1, dtype=torch.int8 if communicator.world_size <= 127 else torch.int16)
     most = int(communicator.gather([owned_id.numel()])[:, 0].max())
     twice = 0
@@ -166,12 +172,16 @@ def owners_of_nodes(owned_id: Tensor, num_nodes: int, communicator: Communicator
     return lambda ids: owner[ids].to(torch.int64)
 
 
-def _misfit(csr: CSR, owned_id: Tensor) -> str | None:
+def _misfit(csr: CSR, owned_id: Tensor, owner_of: Callable[[Tensor], Tensor], rank: int) -> str | None:
     """Tell what is wrong with a matrix and the ids of its rows."""
     if owned_id.dtype != torch.int64 or owned_id.shape != (csr.num_rows,):
         return f"owned_id must be int64 of shape ({csr.num_rows},), got {owned_id.dtype} {tuple(owned_id.shape)}"
     if not bool((owned_id.diff() > 0).all()):
         return "owned_id must be ascending"
+    if owned_id.numel() and not 0 <= int(owned_id[0]) <= int(owned_id[-1]) < csr.num_cols:
+        return f"owned_id must be in 0..{csr.num_cols - 1}, got {int(owned_id[0])} to {int(owned_id[-1])}"
+    if not bool((owner_of(owned_id) == rank).all()):
+        return f"owner_of names another rank for nodes in the owned_id of rank {rank}"
     if csr.indptr.device.type != "cpu":
         return f"DistributedNeighborSampler samples on the CPU, but the graph is on {csr.indptr.device}"
     return None

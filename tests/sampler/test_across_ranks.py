@@ -94,3 +94,25 @@ def owners_on_ranks(rank: int, world_size: int) -> None:
 
 def test_all_ranks_know_the_owners(pool: RankPool) -> None:
     pool.run(owners_on_ranks, 3)
+
+
+def wrong_owners_on_ranks(rank: int, world_size: int) -> None:
+    part, owned = part_of_rank(random_graph(NODES, EDGES), rank, world_size, perm=False)
+    communicator = Communicator(dist.new_group())
+
+    def sampler(csr: CSR, ids: Tensor, shift: int) -> DistributedNeighborSampler:
+        return DistributedNeighborSampler(
+            csr, ids, lambda nodes: (_owner_of(nodes) + shift) % world_size, communicator, [2]
+        )
+
+    with pytest.raises(InputError, match="owner_of names another rank for nodes in the owned_id of rank 0"):
+        sampler(part, owned, 1)
+    without = CSR(part.indptr[:-1], part.index[: int(part.indptr[-2])], NODES)
+    with pytest.raises(InputError, match="the ranks hold the in-edges of 89 nodes, but the graph has 90"):
+        sampler(without if rank else part, owned[:-1] if rank else owned, 0)
+    with pytest.raises(InputError, match=r"1 ids of owned nodes are not in 0\.\.89"):
+        owners_of_nodes(torch.tensor([90]) if rank else owned, NODES, communicator)
+
+
+def test_owners_that_do_not_fit_are_refused(pool: RankPool) -> None:
+    pool.run(wrong_owners_on_ranks, 2)

@@ -72,8 +72,8 @@ inline int32_t* places_of(const Job& job, int64_t row) {
   return static_cast<int32_t*>(job.row_result) + row * job.csr.num_features;
 }
 
-// Extrema of one row's tile that more than one entry may attain, and of which it is found out if it is two: looking costs
-// as much as many vectors. Others get PYGDIST_SEVERAL, and the backward pass looks.
+// In a tile of a row, so many extrema are looked at to tell if exactly two entries attain them: a look costs as much as
+// many vectors. The others get PYGDIST_SEVERAL, and the backward pass looks.
 constexpr int kPairsSought = 4;
 
 // The NaN among the messages of column f of a row if there is one; it is the extremum then. The sum of the messages is
