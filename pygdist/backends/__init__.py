@@ -9,6 +9,7 @@ from pygdist.backends.comm import CommBackend
 from pygdist.backends.delayed import DelayedBackend
 from pygdist.backends.hybrid import HybridBackend
 from pygdist.backends.planning.greedy import Costs
+from pygdist.backends.pull import PullBackend
 from pygdist.backends.replica import ReplicaBackend
 from pygdist.backends.single import SingleBackend
 from pygdist.backends.tensor import TensorBackend
@@ -22,6 +23,7 @@ __all__ = [
     "Costs",
     "DelayedBackend",
     "HybridBackend",
+    "PullBackend",
     "ReplicaBackend",
     "Savings",
     "SingleBackend",

@@ -286,10 +286,14 @@ class Communicator(Transport):
             if other is not self:
                 other.courier.close()
 
-    def apart(self) -> Communicator:
+    def apart(self, *, quiet: bool = False) -> Communicator:
         """Return a communicator of the same ranks on a process group of its own, for exchanges that go on meanwhile.
 
         Its traffic is counted as this one's, and it is closed with this one. Every rank makes the call.
+
+        Args:
+            quiet: A thread makes the exchanges. They are not told to the watchdog and the recorder, which follow the
+                main thread, and their time is not counted as waiting.
         """
         group = None
         if self.world_size > 1:
@@ -300,7 +304,8 @@ class Communicator(Transport):
         other = Communicator(
             group, timeout_s=self.timeout.total_seconds(), watchdog=self._watchdog, local_rank=self.local_rank
         )
-        other.meter, other.epoch, other.recorder = self.meter, self.epoch, self.recorder
+        other.meter, other.epoch, other._is_quiet = self.meter, self.epoch, quiet
+        other.recorder = None if quiet else self.recorder
         self._apart = [*(one for one in self._apart if not one.is_closed), other]
         return other
 
@@ -349,17 +354,15 @@ class Communicator(Transport):
                 other labels do not meet.
         """
         self.announce(label)
-        self.meter.total.calls += 1
-        with self.meter.waiting(x.device), recorded(self.recorder, "reduce", label), self.attempt(label):
+        self.meter.called()
+        with self.waiting(x.device), recorded(self.recorder, "reduce", label), self.attempt(label):
             if of_model and not (self.is_nccl or x.is_cuda):
                 self._reduce_by_pairs(x)
             else:
                 dist.all_reduce(x, group=self.group)
         # what a ring all-reduce sends per rank
         num_bytes = 2 * (self.world_size - 1) * x.numel() * x.element_size() // self.world_size
-        self.meter.sent(num_bytes)
-        self.meter.received(num_bytes)
-        self.meter.total.summed_bytes[label] += num_bytes
+        self.meter.summed(num_bytes, label)
         self.done()
 
     def _reduce_by_pairs(self, x: Tensor) -> None:

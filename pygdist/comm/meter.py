@@ -7,6 +7,7 @@ before you read the meter (:class:`pygdist.lightning.ExchangeMonitor` does).
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ class Traffic:
         sent_messages: Point-to-point messages sent (a rank without rows for another sends it none).
         calls: Collective calls, counted once per rank whatever the number of messages.
         exchange_s: Seconds blocked in collective calls.
+        bytes_by_label: ``sent_bytes`` by the label of the exchange.
         summed_bytes: The share of ``sent_bytes`` that sums over all ranks sent, by label.
     """
 
@@ -34,24 +36,41 @@ class Traffic:
     sent_messages: int = 0
     calls: int = 0
     exchange_s: float = 0.0
+    bytes_by_label: Counter[str] = field(default_factory=Counter)
     summed_bytes: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass
 class TrafficMeter:
-    """Counts into :attr:`total`; :meth:`reset` starts a new period, such as an epoch."""
+    """Counts into :attr:`total`; :meth:`reset` starts a new period, such as an epoch. Threads may count at once."""
 
     total: Traffic = field(default_factory=Traffic)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
     _events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list, repr=False)
 
-    def sent(self, num_bytes: int) -> None:
-        """Count one message sent."""
-        self.total.sent_bytes += num_bytes
-        self.total.sent_messages += 1
+    def called(self) -> None:
+        """Count a collective call."""
+        with self._lock:
+            self.total.calls += 1
+
+    def sent(self, num_bytes: int, label: str) -> None:
+        """Count one message sent in the exchange ``label``."""
+        with self._lock:
+            self.total.sent_bytes += num_bytes
+            self.total.sent_messages += 1
+            self.total.bytes_by_label[label] += num_bytes
 
     def received(self, num_bytes: int) -> None:
         """Count the payload of one message received."""
-        self.total.received_bytes += num_bytes
+        with self._lock:
+            self.total.received_bytes += num_bytes
+
+    def summed(self, num_bytes: int, label: str) -> None:
+        """Count what this rank sends and receives for a sum over all ranks."""
+        self.sent(num_bytes, label)
+        self.received(num_bytes)
+        with self._lock:
+            self.total.summed_bytes[label] += num_bytes
 
     @contextmanager
     def waiting(self, device: torch.device) -> Iterator[None]:
@@ -78,5 +97,6 @@ class TrafficMeter:
 
     def reset(self) -> Traffic:
         """Return the counters, and count from zero again."""
-        total, self.total = self.read(), Traffic()
+        with self._lock:
+            total, self.total = self.read(), Traffic()
         return total

@@ -108,7 +108,8 @@ class Transfer:
         self._round: _Round | None = None
         transport.announce(label)
         self._tag = transport.tag
-        transport.meter.total.calls += not continues
+        if not continues:
+            transport.meter.called()
         if not transport.is_nccl:  # which takes sends and receives in pairs, and one pair after the other anyway
             with transport.attempt(label):
                 self._post_receives()
@@ -134,7 +135,7 @@ class Transfer:
             self._wait(self._receives.pop(message, []), message.rank)
         elif not self._round.here[message].is_set():
             transport = self._transport
-            with transport.meter.waiting(self._device), recorded(transport.recorder, "wait", self._label):
+            with transport.waiting(self._device), recorded(transport.recorder, "wait", self._label):
                 self._round.here[message].wait()
         self._raise()
         return self._incoming[message]
@@ -230,8 +231,10 @@ class Transfer:
 
     def _counted(self, op: Callable[..., Any], tensor: Tensor) -> Tensor:
         """Count the bytes of a tensor and return it as bytes."""
-        meter = self._transport.meter
-        (meter.sent if op is dist.isend else meter.received)(tensor.nbytes)
+        if op is dist.isend:
+            self._transport.meter.sent(tensor.nbytes, self._label)
+        else:
+            self._transport.meter.received(tensor.nbytes)
         return as_bytes(tensor)
 
     def _wait(self, works: list[Any], rank: int) -> None:
@@ -239,7 +242,7 @@ class Transfer:
             return
         transport, self._peer = self._transport, rank
         limit = [] if transport.is_nccl else [transport.timeout]
-        with transport.meter.waiting(self._device), recorded(transport.recorder, "wait", self._label):
+        with transport.waiting(self._device), recorded(transport.recorder, "wait", self._label):
             for work in works:
                 with transport.attempt(self._label, rank):
                     work.wait(*limit)

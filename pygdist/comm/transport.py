@@ -57,6 +57,7 @@ class Transport:
         if watchdog is None and self.world_size > 1 and self.world_size == dist.get_world_size():
             watchdog = watch()
         self._watchdog = watchdog
+        self._is_quiet = False  # a thread's exchanges do not say where this rank is
         self._calls, self._digest, self._last = 0, 0, ""  # calls, a checksum of their labels, and the last
         self._at = ""
         self._apart: list[Transport] = []  # of the same ranks, closed with this one
@@ -132,13 +133,17 @@ class Transport:
                 raise UnequalRanksError(f"the ranks disagree on the next exchange in epoch {self.epoch}: {calls}")
 
     def begin_wait(self, label: str) -> None:
-        """Report that this rank waits from now on for an exchange that it has begun before."""
+        """Report that this rank waits from now on for an exchange that it, or a thread, has begun before."""
         self._enter(label, counted=False)
 
     def done(self) -> None:
         """Report that the exchange is over."""
-        if self._watchdog is not None:
+        if self._watchdog is not None and not self._is_quiet:
             self._watchdog.leave()
+
+    def waiting(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
+        """Count the time inside the block as waiting, unless a thread waits."""
+        return contextlib.nullcontext() if self._is_quiet else self.meter.waiting(device)
 
     @contextlib.contextmanager
     def attempt(self, label: str, peer: int | None = None) -> Iterator[None]:
@@ -164,7 +169,7 @@ class Transport:
         return failure(blame, f"{here}: the exchange{with_whom} failed{because} [{cause}]")
 
     def _enter(self, label: str, *, counted: bool = True) -> None:
-        if self._watchdog is not None:
+        if self._watchdog is not None and not self._is_quiet:
             self._watchdog.enter(self.epoch, label, counted=counted)
 
     def _gather_text(self, text: str, size: int) -> list[str]:

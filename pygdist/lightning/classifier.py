@@ -134,11 +134,12 @@ class NodeClassifier(GraphModule):
     @override
     def training_step(self, batch: Shard | PartBatch, batch_idx: int) -> Tensor:
         shard = batch.shard if isinstance(batch, PartBatch) else batch
+        count = batch.num_in_step if isinstance(batch, PartBatch) else None
         if shard is None:
-            return self._idle()
+            return self._idle(count)
         self.place(shard)
         if isinstance(batch, PartBatch) and batch.sample is not None:
-            return self._learn_sample(shard, batch.sample)
+            return self._learn_sample(shard, batch.sample, count)
         total, share = self._learn(shard, self(shard))
         return self.scaled(total, self._share_of_all(shard, share), share)
 
@@ -177,7 +178,7 @@ class NodeClassifier(GraphModule):
             raise InputError(_UNLABELLED.format("train"))
         return self._noted(out, shard.y, shard.train_mask, "train")
 
-    def _learn_sample(self, shard: Shard, sample: Data) -> Tensor:
+    def _learn_sample(self, shard: Shard, sample: Data, num_in_step: int | None) -> Tensor:
         """Return the mean loss of a mini-batch's training nodes; with GraphSAINT's norms it estimates the part's."""
         if shard.y is None or shard.train_mask is None:
             raise InputError(_UNLABELLED.format("train"))
@@ -190,12 +191,17 @@ class NodeClassifier(GraphModule):
             weights = self._weights_of(shard.y)
             share = float(shard.train_mask.sum() if weights is None else weights[shard.train_mask].sum())
             total, _ = self._noted(out, graph.y, graph.train_mask, "train", norm * int(shard.train_mask.sum()))
-        return self.scaled(total, self._in_step(share), share)
+        return self.scaled(total, self._in_step(share, num_in_step), share)
 
-    def _in_step(self, share: float) -> float:
-        """Return the nodes that all ranks train on in a step, or their weights; 1 if there are none."""
+    def _in_step(self, share: float, num_in_step: int | None) -> float:
+        """Return the nodes that all ranks train on in a step, or their weights; 1 if there are none.
+
+        If ``num_in_step`` nodes are known to be in the step, ranks exchange weights alone.
+        """
         if self.averages_models:
             return share or 1.0
+        if num_in_step is not None and self.class_weights is None:
+            return float(num_in_step) or 1.0
         return float(self.communicator.gather([share]).sum()) or 1.0
 
     def _evaluate(self, batch: Shard | PartBatch, stage: Stage) -> None:
@@ -206,7 +212,7 @@ class NodeClassifier(GraphModule):
             raise InputError(_UNLABELLED.format(stage))
         self._noted(each_tensor(out, lambda one: one.to(shard.x.device)), shard.y, mask, stage)
 
-    def _idle(self) -> Tensor:
+    def _idle(self, num_in_step: int | None) -> Tensor:
         """Return the loss of a rank that has nothing to train in a step; it takes part in all collective calls."""
         shard = self.shard
         assert shard.y is not None, "other ranks have labels"
@@ -218,7 +224,7 @@ class NodeClassifier(GraphModule):
             torch.zeros((), device=self.device),
             0.0,
         )
-        self._in_step(0.0)
+        self._in_step(0.0, num_in_step)
         # it depends on every parameter, as DDP sends all gradients in each step
         return torch.stack([parameter.sum() * 0 for parameter in self.parameters() if parameter.requires_grad]).sum()
 

@@ -22,7 +22,7 @@ from pygdist.graph.check import EDGE_FIELDS
 from pygdist.graph.sources.prepare import tell
 from pygdist.graph.surroundings import floats_unlike
 from pygdist.lightning.checks import RESERVE, check_graph_options, check_splits, expanded, left_unused, read_only_folder
-from pygdist.lightning.parts import FullGraphLoader, PartBatch, PartLoader
+from pygdist.lightning.parts import FullGraphLoader, PartBatch, PartLoader, StepLoader
 from pygdist.lightning.precomputed import Precomputed
 from pygdist.lightning.to_rank_zero import from_rank_zero
 from pygdist.memory.limits import told
@@ -69,8 +69,8 @@ class GraphDataModule(pl.LightningDataModule):
             :class:`~pygdist.lightning.LinkPredictor` predicts them. An edge and its reverse are held out together. None
             by default.
         num_classes: Number of classes; a label beyond it is an error. By default the largest label plus one.
-        batches: Train each part in mini-batches, such as :class:`~pygdist.sampler.NeighborBatches`; for the backend
-            ``replica``. By default each epoch trains on a whole part at once.
+        batches: Train in mini-batches, such as :class:`~pygdist.sampler.NeighborBatches`, for the backends ``replica``
+            (of each part) and ``pull`` (across parts). By default each epoch trains on a whole part at once.
         batch_seed: Seed of the mini-batches.
         num_workers: Processes of each rank that draw mini-batches ahead; 0 draws them when they are needed.
         store: A folder that ``pygdist partition`` wrote; then nothing is loaded or partitioned.
@@ -134,6 +134,7 @@ class GraphDataModule(pl.LightningDataModule):
         self._moved: tuple[object, Shard] | None = None  # to a device and a dtype
         self._parts: list[int] = []
         self._precomputed: Precomputed | None = None  # for mini-batches, if the rank has several parts
+        self._sampled: StepLoader | None = None  # whose thread runs
 
     @property
     def shard(self) -> Shard:
@@ -272,8 +273,11 @@ class GraphDataModule(pl.LightningDataModule):
 
     @override
     def teardown(self, stage: str) -> None:
-        """Remove the files that a run has put beside the store."""
+        """Remove the files that a run has put beside the store, and end the thread that makes batches."""
         self._forget_precomputed()
+        sampled, self._sampled = self._sampled, None
+        if sampled is not None:
+            sampled.close()
 
     def _forget_precomputed(self) -> None:
         precomputed, self._precomputed = self._precomputed, None
@@ -366,12 +370,17 @@ class GraphDataModule(pl.LightningDataModule):
         return None if self.trainer is None else self.trainer.strategy
 
     @override
-    def train_dataloader(self) -> FullGraphLoader | PartLoader:
-        trainer, made = self.trainer, partial(_steps_made, self.trainer)
+    def train_dataloader(self) -> FullGraphLoader | PartLoader | StepLoader:
+        trainer, made, epoch = self.trainer, partial(_steps_made, self.trainer), partial(_epoch, self.trainer)
         dealt = {"parts": self.num_parts_in_all, "ranks": self._world_size}
-        if not self._abilities.trains_parts:
+        if not self._abilities.trains_parts and not self._abilities.mini_batches:
             return FullGraphLoader(self.shard, made=made, dealt=dealt)
         assert trainer is not None, "the abilities are those of its module's backend"
+        if not self._abilities.trains_parts:
+            module = self._module
+            steps = module.backend.steps(self.shard, self.batches, module.model, seed=self.batch_seed)
+            self._sampled = StepLoader(self.shard.rank, self.open_part, steps, epoch=epoch, made=made, dealt=dealt)
+            return self._sampled
         weights = self.part_weights
         if not sum(weights):
             raise InputError("the graph has no labelled nodes for stage 'train' (train_mask)")
@@ -379,16 +388,8 @@ class GraphDataModule(pl.LightningDataModule):
         every_part = getattr(trainer.strategy, "sends_gradients", True)
         parts = [part for part in self._parts if weights[part] or every_part]
         cut = None if self.batches is None else self._cut
-        loader = PartLoader(parts, self.open_part, cut=cut, epoch=lambda: trainer.current_epoch, made=made, dealt=dealt)
-        communicator = self._module.communicator
-        steps, error = 0, None
-        try:
-            steps = loader.num_batches  # draws from parts, which may fail
-        except Exception as problem:
-            if (error := told(problem)) is None:
-                raise
-        communicator.agree(error)
-        loader.num_steps = int(communicator.gather([float(steps)]).max())
+        loader = PartLoader(parts, self.open_part, cut=cut, epoch=epoch, made=made, dealt=dealt)
+        loader.agree(self._module.communicator)
         return loader
 
     def _cut(self, part: int, shard: Shard) -> BatchLoader:
@@ -440,6 +441,10 @@ class GraphDataModule(pl.LightningDataModule):
     def _model_dtype(self) -> torch.dtype:
         numbers = [self.shard.x] if self._module is None else [*self._module.parameters(), self.shard.x]
         return next((one.dtype for one in numbers if one.is_floating_point()), torch.get_default_dtype())
+
+
+def _epoch(trainer: pl.Trainer | None) -> int:
+    return 0 if trainer is None else trainer.current_epoch
 
 
 def _steps_made(trainer: pl.Trainer | None) -> int:

@@ -96,8 +96,9 @@ class GraphModule(pl.LightningModule):
         fill_in_sizes(self.model, data.shard)
         check_sizes(self.model)
         self.place(data.here(data.shard))
-        # some results do not last while a rank goes from part to part
-        savings = replace(self.savings, first_hop=False) if len(data.parts) > 1 else self.savings
+        # some results do not last while a rank goes from part to part, or from batch to batch
+        lasts = len(data.parts) == 1 and data.batches is None
+        savings = self.savings if lasts else replace(self.savings, first_hop=False, first_hop_mib=None)
         distribute(self.model, backend=self.backend, savings=savings, check=self.check)
 
     def _take_off(self) -> None:
@@ -236,7 +237,7 @@ class GraphModule(pl.LightningModule):
     @override
     def on_train_epoch_start(self) -> None:
         self.communicator.epoch = self.current_epoch
-        if self.backend.abilities.trains_parts:
+        if self.backend.abilities.trains_parts or self.backend.abilities.mini_batches:
             agree_on_model(self.model, self.communicator)
 
     @override

@@ -16,23 +16,31 @@ from torch_geometric.data import Data
 from typing_extensions import override
 
 from pygdist.backends.passes.edge_norm import EDGE_NORM, EdgeNorm
+from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency, Shard
 from pygdist.graph.check import EDGE_FIELDS
+from pygdist.memory.limits import told
 from pygdist.sampler import BatchLoader
+from pygdist.sampler.steps import Steps
 
 
 class PartBatch:
     """The input of one step: a part by its number, a mini-batch of it (``sample``), or nothing.
 
-    ``open_part`` returns a part, and may free the one before.
+    ``open_part`` returns a part, and may free the one before. ``num_in_step`` is the number of labelled training nodes
+    of all ranks in the step, if it is known without an exchange, on all ranks alike.
     """
 
     # not a dataclass, as Lightning's precision plugins copy dataclasses field by field
     def __init__(
-        self, part: int | None = None, open_part: Callable[[int], Shard] | None = None, sample: Data | None = None
+        self,
+        part: int | None = None,
+        open_part: Callable[[int], Shard] | None = None,
+        sample: Data | None = None,
+        num_in_step: int | None = None,
     ) -> None:
-        self.part, self.sample = part, sample
+        self.part, self.sample, self.num_in_step = part, sample, num_in_step
         self._open = open_part
 
     @property
@@ -139,6 +147,21 @@ class PartLoader(Resumable):
         for _ in range(len(self) - self.num_batches - made):
             yield PartBatch()
 
+    def agree(self, communicator: Communicator) -> None:
+        """Make as many steps as the rank with most batches; every rank makes the call.
+
+        Raises:
+            InputError: On all ranks, if one cannot draw its batches.
+        """
+        steps, error = 0, None
+        try:
+            steps = self.num_batches  # draws from parts, which may fail
+        except Exception as problem:
+            if (error := told(problem)) is None:
+                raise
+        communicator.agree(error)
+        self.num_steps = int(communicator.gather([float(steps)]).max())
+
     def _batches_of(self, part: int, made: int) -> Iterator[PartBatch]:
         if self._cut is None:
             yield PartBatch(part, self._open)
@@ -159,6 +182,47 @@ class PartLoader(Resumable):
             self._samples = None  # they hold the part before
             self._samples = (part, self._cut(part, self._open(part)))
         return self._samples[1]
+
+
+class StepLoader(Resumable):
+    """Yields a rank's mini-batches that are sampled across ranks.
+
+    Args:
+        part: Number of the rank's part.
+        open_part: Returns it.
+        steps: The steps of an epoch.
+        epoch: Returns the epoch that begins.
+        made: As for :class:`Resumable`, like ``dealt``; so many steps of an epoch are skipped.
+    """
+
+    def __init__(
+        self,
+        part: int,
+        open_part: Callable[[int], Shard],
+        steps: Steps,
+        *,
+        epoch: Callable[[], int],
+        made: Callable[[], int],
+        dealt: Mapping[str, int],
+    ) -> None:
+        super().__init__(made, dealt)
+        self._part, self._open, self._steps, self._epoch = part, open_part, steps, epoch
+
+    @override
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __iter__(self) -> Iterator[PartBatch]:
+        for sample in self._steps.epoch(self._epoch(), self._made()):
+            count = sample.num_in_step
+            if sample.batch_size:
+                yield PartBatch(self._part, self._open, sample, num_in_step=count)
+            else:
+                yield PartBatch(num_in_step=count)
+
+    def close(self) -> None:
+        """End the thread that makes batches."""
+        self._steps.close()
 
 
 class FullGraphLoader(Resumable):

@@ -7,7 +7,7 @@ graph would make.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,8 +19,7 @@ from pygdist.native import library
 from pygdist.sampler import _native
 from pygdist.sampler._native import Sampled
 from pygdist.sampler.csr_neighbors import check_fan_out, check_seed
-
-_IDS_AT_A_TIME = 1 << 22  # that each rank sends to each
+from pygdist.sampler.owners import NodeOwners
 
 
 class DistributedNeighborSampler:
@@ -33,31 +32,33 @@ class DistributedNeighborSampler:
     more; with edge ids 8, and 16 for each edge).
 
     Args:
-        csr: In-edges of this rank's nodes, a row for each, on the CPU. Columns are the ids of the whole graph. With
-            ``perm``, the ids of the edges travel too; all ranks have it or none.
-        owned_id: Ids of these nodes, ascending.
-        owner_of: Returns the rank that holds each of some nodes, by their ids; the same on all ranks.
+        csr: In-edges of this rank's nodes, a row for each, on the CPU. With ``perm``, the ids of the edges travel too;
+            all ranks have it or none.
+        column_id: Ids of the matrix's columns in the whole graph.
+        owners: The ranks that hold the in-edges of nodes.
         communicator: The ranks.
         num_neighbors: Most edges into a node, for each hop; -1 takes all.
         replace: Draw with replacement: a node with any in-edge then gets exactly that number.
         seed: Seed of the random numbers.
 
     Shapes:
-        ``owned_id`` is :math:`(n)` int64, with :math:`n` = ``csr.num_rows``.
+        ``column_id`` is :math:`(m)` int64, with :math:`m` = ``csr.num_cols``; ``owners`` has as many nodes of this rank
+        as ``csr`` has rows.
 
     Raises:
         InputError: On all ranks, if a rank's matrix and ids do not fit, a fan-out is 0 or below -1, or there is none.
 
     Example:
-        >>> sampler = DistributedNeighborSampler(csr, owned_id, owner_of, communicator, [25, 10], seed=1)
+        >>> owners = NodeOwners.of(shard.owned_id, shard.num_nodes, communicator)
+        >>> sampler = DistributedNeighborSampler(shard.adjacency.csr(), shard.n_id, owners, communicator, [25, 10])
         >>> batch = sampler.sample(seeds, epoch=0)
     """
 
     def __init__(
         self,
         csr: CSR,
-        owned_id: Tensor,
-        owner_of: Callable[[Tensor], Tensor],
+        column_id: Tensor,
+        owners: NodeOwners,
         communicator: Communicator,
         num_neighbors: Sequence[int],
         *,
@@ -67,17 +68,12 @@ class DistributedNeighborSampler:
         library.require("DistributedNeighborSampler")
         self.num_neighbors, self.seed = check_fan_out("num_neighbors", num_neighbors), check_seed(seed)
         self.replace = replace
-        communicator.agree(_misfit(csr, owned_id, owner_of, communicator.rank))
-        num_owned = int(communicator.gather([csr.num_rows]).sum())
-        if num_owned != csr.num_cols:  # as no node has two owners, each has one now
-            raise InputError(f"the ranks hold the in-edges of {num_owned} nodes, but the graph has {csr.num_cols}")
-        if not communicator.are_alike([csr.num_cols, csr.perm is not None, replace, *self.num_neighbors]):
-            raise InputError(
-                "ranks must sample alike: nodes of the graph, edge ids, fan-outs and replace are not equal"
-            )
-        self._csr, self._owned_id, self._owner_of = csr, owned_id, owner_of
-        self._communicator = communicator
-        self._ids = torch.int32 if csr.num_cols < 1 << 31 and csr.perm is None else torch.int64
+        communicator.agree(_misfit(csr, column_id, owners))
+        owners.check(communicator)
+        if not communicator.are_alike([csr.perm is not None, replace, *self.num_neighbors]):
+            raise InputError("ranks must sample alike: edge ids, fan-outs or replace are not equal")
+        self._csr, self._column_id, self._owners, self._communicator = csr, column_id, owners, communicator
+        self._ids = torch.int32 if owners.num_nodes < 1 << 31 and csr.perm is None else torch.int64
 
     def sample(self, seeds: Tensor, *, epoch: int) -> Sampled:
         """Sample the neighbourhood of this rank's seed nodes, while others sample theirs.
@@ -109,7 +105,7 @@ class DistributedNeighborSampler:
     def _ask(self, nodes: Tensor, key: int, fan_out: int, wrong: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return the number of edges into each node, and their sources and ids, from the owners of the nodes."""
         communicator = self._communicator
-        owner = self._owner_of(nodes)
+        owner = self._owners.owner_of(nodes)
         grouped = owner.argsort(stable=True)
         asked = torch.bincount(owner, minlength=communicator.world_size).tolist()
         head = torch.cat([torch.tensor([key], dtype=torch.uint64).view(self._ids), torch.tensor([wrong]).to(self._ids)])
@@ -118,7 +114,7 @@ class DistributedNeighborSampler:
         for rank, question in enumerate(arrived):
             if question[head.numel() - 1]:
                 raise InputError(
-                    f"rank {rank} has seed nodes that repeat, or that are not in 0..{self._csr.num_cols - 1}"
+                    f"rank {rank} has seed nodes that repeat, or that are not in 0..{self._owners.num_nodes - 1}"
                 )
         answers = [self._answer(question, head.numel(), fan_out) for question in arrived]
         edges_by_owner = communicator.all_to_all(answers, label="sampling, edges")
@@ -129,59 +125,24 @@ class DistributedNeighborSampler:
     def _answer(self, question: Tensor, head: int, fan_out: int) -> Tensor:
         key = int(question[: head - 1].view(torch.int64)) % 2**64
         ids = question[head:].to(torch.int64)
-        rows = torch.searchsorted(self._owned_id, ids)
+        rows = self._owners.row_of(ids)
         count, source, edge = _native.draw(self._csr, rows, ids, fan_out, replace=self.replace, key=key)
         edge = edge if self._csr.perm is not None else edge[:0]
-        return torch.cat([count, source, edge]).to(self._ids)
+        return torch.cat([count, self._column_id[source], edge]).to(self._ids)
 
     def _wrong(self, seeds: Tensor) -> bool:
-        outside = (seeds < 0) | (seeds >= self._csr.num_cols)
+        outside = (seeds < 0) | (seeds >= self._owners.num_nodes)
         return bool(outside.any()) or seeds.unique().numel() < seeds.numel()
 
 
-def owners_of_nodes(owned_id: Tensor, num_nodes: int, communicator: Communicator) -> Callable[[Tensor], Tensor]:
-    """Tell all ranks who holds which nodes; every rank makes the call.
-
-    Each rank keeps a number for each node of the graph: 1 byte up to 127 ranks, else 2. For hashed nodes a function of
-    the id does without. :class:`~pygdist.comm.directory.NodeDirectory` keeps a share of the nodes on each rank, but
-    takes an exchange for each look-up.
-
-    Args:
-        owned_id: Ids of this rank's nodes, ``(n,)`` int64.
-        num_nodes: Nodes of all ranks.
-        communicator: The ranks.
-
-    Returns:
-        A function of ids, ``(k,)`` int64, that returns their ranks, ``(k,)`` int64.
-
-    Raises:
-        InputError: On all ranks, if a node has no owner or two, or an id is out of range.
-    """
-    outside = int(((owned_id < 0) | (owned_id >= num_nodes)).sum())
-    communicator.agree(f"{outside} ids of owned nodes are not in 0..{num_nodes - 1}" if outside else None)
-    owner = torch.full((num_nodes,), -1, dtype=torch.int8 if communicator.world_size <= 127 else torch.int16)
-    most = int(communicator.gather([owned_id.numel()])[:, 0].max())
-    twice = 0
-    for start in range(0, most, _IDS_AT_A_TIME):
-        ids = owned_id[start : start + _IDS_AT_A_TIME].contiguous()
-        for rank, arrived in enumerate(communicator.all_to_all([ids] * communicator.world_size, label="owners")):
-            twice += int((owner[arrived] >= 0).sum())
-            owner[arrived] = rank
-    missing = int((owner < 0).sum())
-    communicator.agree(f"{missing} of {num_nodes} nodes have no owner, {twice} have two" if missing or twice else None)
-    return lambda ids: owner[ids].to(torch.int64)
-
-
-def _misfit(csr: CSR, owned_id: Tensor, owner_of: Callable[[Tensor], Tensor], rank: int) -> str | None:
-    """Tell what is wrong with a matrix and the ids of its rows."""
-    if owned_id.dtype != torch.int64 or owned_id.shape != (csr.num_rows,):
-        return f"owned_id must be int64 of shape ({csr.num_rows},), got {owned_id.dtype} {tuple(owned_id.shape)}"
-    if not bool((owned_id.diff() > 0).all()):
-        return "owned_id must be ascending"
-    if owned_id.numel() and not 0 <= int(owned_id[0]) <= int(owned_id[-1]) < csr.num_cols:
-        return f"owned_id must be in 0..{csr.num_cols - 1}, got {int(owned_id[0])} to {int(owned_id[-1])}"
-    if not bool((owner_of(owned_id) == rank).all()):
-        return f"owner_of names another rank for nodes in the owned_id of rank {rank}"
+def _misfit(csr: CSR, column_id: Tensor, owners: NodeOwners) -> str | None:
+    """Tell what is wrong with a matrix and the ids of its rows and columns."""
+    if csr.num_rows != owners.owned_id.numel():
+        return f"the matrix of in-edges has {csr.num_rows} rows for {owners.owned_id.numel()} nodes"
+    if column_id.dtype != torch.int64 or column_id.shape != (csr.num_cols,):
+        return f"column_id must be int64 of shape ({csr.num_cols},), got {column_id.dtype} {tuple(column_id.shape)}"
+    if column_id.numel() and not 0 <= int(column_id.min()) <= int(column_id.max()) < owners.num_nodes:
+        return f"column_id must be in 0..{owners.num_nodes - 1}"
     if csr.indptr.device.type != "cpu":
         return f"DistributedNeighborSampler samples on the CPU, but the graph is on {csr.indptr.device}"
     return None

@@ -1,7 +1,8 @@
 """The base class of mini-batch samplers, and the functions that all samplers share.
 
 A sampler sees one part as a graph: rows that the rank owns, rows of which it holds copies, and the edges into them.
-Nothing here knows other ranks or communicates; ranks get different batches by passing different seeds.
+Ranks get different batches by passing different seeds. Neighbourhoods that cross parts are sampled by all ranks
+together (:meth:`MiniBatches.across_ranks`).
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 from torch_geometric.data import Data
 
+from pygdist.comm import Communicator
 from pygdist.errors import InputError
+from pygdist.graph import Shard
 from pygdist.graph.check import EDGE_FIELDS
 from pygdist.kernels import CSR
 from pygdist.sampler import _native
 from pygdist.sampler.epoch import SharedEpoch
+from pygdist.sampler.steps import Fields, Steps
 
 _ROW_FIELDS = ("x", "y", "train_mask", "node_norm", "in_degree")
 _EDGE_FIELDS = (*EDGE_FIELDS, "edge_norm")
@@ -80,6 +84,32 @@ class MiniBatches(ABC):
             Fields of ``part`` on the CPU, with a value for each row or edge.
         """
         return {}
+
+    def across_ranks(
+        self,
+        shard: Shard,
+        fields: Fields,
+        communicator: Communicator,
+        *,
+        seeds: Tensor,
+        seed: int,
+    ) -> Steps:
+        """Return mini-batches whose neighbourhoods cross the parts of the graph; every rank makes the call.
+
+        Args:
+            shard: This rank's part of the graph, on the CPU.
+            fields: Fetches the fields of nodes and edges.
+            communicator: The ranks, for exchanges of the thread that iterates.
+            seeds: Local ids of this rank's labelled training nodes, ascending, ``(s,)`` int64.
+            seed: Seed of all random numbers.
+
+        Raises:
+            InputError: If this kind of batches divides parts alone.
+        """
+        raise InputError(
+            f"{type(self).__name__} divides one part of a graph, but the model's backend samples across parts: use "
+            "NeighborBatches"
+        )
 
     @abstractmethod
     def loader(self, part: Data, csr: CSR, *, seed: int, num_workers: int = 0) -> BatchLoader:

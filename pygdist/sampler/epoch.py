@@ -1,8 +1,10 @@
-"""The number of the epoch, in memory that a loader's workers share."""
+"""The number of the epoch, in memory that a loader's workers share, and the order of an epoch's batches."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from torch import Tensor
 
 
 class SharedEpoch:
@@ -19,3 +21,24 @@ class SharedEpoch:
     @number.setter
     def number(self, number: int) -> None:
         self._number.fill_(number)
+
+
+class ShuffledOrder:
+    """The numbers below ``count``, shuffled anew in each epoch if ``shuffle``.
+
+    The order depends on the seed and the epoch alone.
+    """
+
+    def __init__(self, count: int, seed: int, *, shuffle: bool) -> None:
+        self._seed, self._shuffle = seed, shuffle
+        self._order, self._made_for = torch.arange(count), -1
+
+    def __len__(self) -> int:
+        return self._order.numel()
+
+    def of(self, epoch: int) -> Tensor:
+        """Return the order of an epoch, ``(count,)`` int64."""
+        if self._shuffle and self._made_for != epoch:
+            self._made_for = epoch
+            self._order = torch.from_numpy(np.random.default_rng([self._seed, epoch]).permutation(len(self)))
+        return self._order

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, get_args
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -15,13 +14,17 @@ from torch_geometric.loader import NodeLoader
 from torch_geometric.sampler import BaseSampler, NeighborSampler
 from typing_extensions import override
 
+from pygdist.comm import Communicator
 from pygdist.errors import InputError
+from pygdist.graph import Shard
 from pygdist.kernels import CSR
 from pygdist.native import load
 from pygdist.sampler import _native
+from pygdist.sampler.across_ranks import DistributedNeighborSampler
 from pygdist.sampler.base import BatchLoader, MiniBatches, check_at_least, check_part, load_all
 from pygdist.sampler.csr_neighbors import CSRNeighborSampler, check_fan_out, check_seed
-from pygdist.sampler.epoch import SharedEpoch
+from pygdist.sampler.epoch import SharedEpoch, ShuffledOrder
+from pygdist.sampler.steps import Fields, NodeSteps
 
 Library = Literal["auto", "native", "pyg"]
 
@@ -72,9 +75,33 @@ class NeighborBatches(MiniBatches):
             return BatchLoader(part, [], epoch)
         # without the part's fields: PyG tells those of nodes from those of edges by their length
         nodes = NodeLoader(Data(edge_index=torch.empty(2, 0).long(), num_nodes=csr.num_rows), sampler, seeds)
-        order = _Order(seeds.numel(), seed, epoch, shuffle=self.shuffle)
+        order = ShuffledOrder(seeds.numel(), seed, shuffle=self.shuffle)
         perm = None if isinstance(sampler, CSRNeighborSampler) else csr.perm
-        return BatchLoader(part, load_all(_Neighborhoods(nodes, order, self.batch_size, perm), num_workers), epoch)
+        return BatchLoader(
+            part, load_all(_Neighborhoods(nodes, order, epoch, self.batch_size, perm), num_workers), epoch
+        )
+
+    @override
+    def across_ranks(
+        self,
+        shard: Shard,
+        fields: Fields,
+        communicator: Communicator,
+        *,
+        seeds: Tensor,
+        seed: int,
+    ) -> NodeSteps:
+        """See :meth:`MiniBatches.across_ranks`."""
+        if self.library == "pyg":
+            raise InputError("library 'pyg' samples one part of a graph; across parts use library 'native'")
+        csr = shard.adjacency.csr()
+        csr = CSR(csr.indptr, csr.index, csr.num_cols, shard.e_id if fields.need_edge_ids else None)
+        sampler = DistributedNeighborSampler(
+            csr, shard.n_id, fields.owners, fields.aside, self.fan_out, replace=self.replace, seed=check_seed(seed)
+        )
+        order = ShuffledOrder(seeds.numel(), seed, shuffle=self.shuffle)
+        assert shard.y is not None, "seeds are labelled"
+        return NodeSteps(shard.owned_id[seeds], shard.y[seeds], self.batch_size, order, fields, sampler, communicator)
 
     def _sampler(self, csr: CSR, seed: int, epoch: SharedEpoch) -> BaseSampler:
         native = self.library == "native" or (self.library == "auto" and load() is not None)
@@ -93,24 +120,6 @@ class NeighborBatches(MiniBatches):
         return NeighborSampler(data, num_neighbors=self.fan_out, replace=self.replace, is_sorted=True)
 
 
-class _Order:
-    """The numbers below ``count``, shuffled anew in each epoch if ``shuffle``."""
-
-    def __init__(self, count: int, seed: int, epoch: SharedEpoch, *, shuffle: bool) -> None:
-        self._seed, self._epoch, self._shuffle = seed, epoch, shuffle
-        self._order, self._made_for = np.arange(count), -1
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def __getitem__(self, chosen: slice) -> list[int]:
-        if self._shuffle and self._made_for != self._epoch.number:
-            self._made_for = self._epoch.number
-            self._order = np.random.default_rng([self._seed, self._made_for]).permutation(len(self._order))
-        numbers: list[int] = self._order[chosen].tolist()
-        return numbers
-
-
 class _Neighborhoods(Dataset[Data]):
     """The batches of an epoch by number.
 
@@ -118,14 +127,17 @@ class _Neighborhoods(Dataset[Data]):
     persistent workers would be told to end only after their queues are gone, which takes 5 seconds for each.
     """
 
-    def __init__(self, nodes: NodeLoader, order: _Order, batch_size: int, perm: Tensor | None) -> None:
-        self._nodes, self._order, self._batch_size, self._perm = nodes, order, batch_size, perm
+    def __init__(
+        self, nodes: NodeLoader, order: ShuffledOrder, epoch: SharedEpoch, batch_size: int, perm: Tensor | None
+    ) -> None:
+        self._nodes, self._order, self._epoch, self._batch_size, self._perm = nodes, order, epoch, batch_size, perm
 
     def __len__(self) -> int:
         return -(-len(self._order) // self._batch_size)
 
     def __getitem__(self, number: int) -> Data:
-        made = self._nodes(self._order[slice(number * self._batch_size, (number + 1) * self._batch_size)])
+        chosen = self._order.of(self._epoch.number)[number * self._batch_size : (number + 1) * self._batch_size]
+        made = self._nodes(chosen.tolist())
         batch = Data(edge_index=made.edge_index, n_id=made.n_id, e_id=made.e_id, num_nodes=made.n_id.numel())
         if self._perm is not None:
             batch.e_id = self._perm[batch.e_id].to(torch.int64)

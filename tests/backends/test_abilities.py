@@ -7,7 +7,7 @@ from pygdist.backends.base import names_of
 
 
 def test_names_are_those_of_the_backends_that_can() -> None:
-    assert names_of(lambda abilities: abilities.mini_batches) == "replica"
+    assert names_of(lambda abilities: abilities.mini_batches) == "pull or replica"
     assert names_of(lambda abilities: abilities.placement == "columns") == ""
     every = names_of(lambda abilities: True).replace(" or ", ", ").split(", ")
     assert every == [name for name in backends if name != "single"]

@@ -1,0 +1,167 @@
+"""The owners of nodes, known to all ranks, and rows that are fetched from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from pygdist.comm import Communicator
+from pygdist.errors import InputError
+
+_IDS_AT_A_TIME = 1 << 22  # that each rank sends to each
+
+
+@dataclass(frozen=True, eq=False)
+class NodeOwners:
+    """Which rank owns which node.
+
+    Attributes:
+        owned_id: Ids of this rank's nodes, ascending, ``(n,)`` int64.
+        owner_of: Returns the ranks that own some nodes, ``(k,)`` int64, by their ids, ``(k,)`` int64.
+        num_nodes: Nodes of the whole graph.
+    """
+
+    owned_id: Tensor
+    owner_of: Callable[[Tensor], Tensor]
+    num_nodes: int
+
+    @classmethod
+    def of(cls, owned_id: Tensor, num_nodes: int, communicator: Communicator) -> Self:
+        """Tell all ranks who owns which nodes; every rank makes the call.
+
+        Each rank keeps a number for each node of the graph: 1 byte up to 127 ranks, else 2. For hashed nodes a function
+        of the id does without. :class:`~pygdist.comm.directory.NodeDirectory` keeps a share of the nodes on each rank,
+        but takes an exchange for each look-up.
+
+        Raises:
+            InputError: On all ranks, if a node has no owner or two, or an id is out of range.
+        """
+        outside = int(((owned_id < 0) | (owned_id >= num_nodes)).sum())
+        communicator.agree(f"{outside} ids of owned nodes are not in 0..{num_nodes - 1}" if outside else None)
+        owner = torch.full((num_nodes,), -1, dtype=torch.int8 if communicator.world_size <= 127 else torch.int16)
+        most = int(communicator.gather([owned_id.numel()])[:, 0].max())
+        twice = 0
+        for start in range(0, most, _IDS_AT_A_TIME):
+            ids = owned_id[start : start + _IDS_AT_A_TIME].contiguous()
+            for rank, arrived in enumerate(communicator.all_to_all([ids] * communicator.world_size, label="owners")):
+                twice += int((owner[arrived] >= 0).sum())
+                owner[arrived] = rank
+        missing = int((owner < 0).sum())
+        wrong = f"{missing} of {num_nodes} nodes have no owner, {twice} have two" if missing or twice else None
+        communicator.agree(wrong)
+        return cls(owned_id, lambda ids: owner[ids].to(torch.int64), num_nodes)
+
+    def check(self, communicator: Communicator) -> None:
+        """Check that owners and ids fit; every rank makes the call.
+
+        Raises:
+            InputError: On all ranks, if one has ids that are wrong or owners that do not fit them.
+        """
+        communicator.agree(self._wrong(communicator.rank))
+        num_owned = int(communicator.gather([self.owned_id.numel()]).sum())
+        if num_owned != self.num_nodes:  # as no node has two owners, each has one now
+            raise InputError(f"the ranks own {num_owned} nodes, but the graph has {self.num_nodes}")
+        if not communicator.are_alike([self.num_nodes]):
+            raise InputError("the ranks have other numbers of nodes for the whole graph")
+
+    def row_of(self, ids: Tensor) -> Tensor:
+        """Return the rows of this rank's nodes by their ids; all are owned here."""
+        return torch.searchsorted(self.owned_id, ids)
+
+    def _wrong(self, rank: int) -> str | None:
+        ids = self.owned_id
+        if ids.dtype != torch.int64 or ids.dim() != 1 or not bool((ids.diff() > 0).all()):
+            return f"owned_id must be ascending int64 in one dimension, got {ids.dtype} {tuple(ids.shape)}"
+        if ids.numel() and not 0 <= int(ids[0]) <= int(ids[-1]) < self.num_nodes:
+            return f"owned_id must be in 0..{self.num_nodes - 1}, got {int(ids[0])} to {int(ids[-1])}"
+        if not bool((self.owner_of(ids) == rank).all()):
+            return f"owner_of names another rank for nodes in the owned_id of rank {rank}"
+        return None
+
+
+class RemoteRows:
+    """Rows that other ranks hold, fetched by their ids in one exchange; those asked most can be kept here.
+
+    Args:
+        rows: This rank's rows, ``(n, *)``, in the order of ``owned_id``, on the CPU.
+        owned_id: Their ids, ascending, ``(n,)`` int64.
+        communicator: The ranks.
+        label: Names the rows in messages and in the meter's labels.
+
+    Attributes:
+        asked: If set, counts how often each id of another rank was asked for, ``(ids,)`` int32.
+    """
+
+    def __init__(self, rows: Tensor, owned_id: Tensor, communicator: Communicator, *, label: str) -> None:
+        self._rows, self._owned_id, self._communicator, self._label = rows, owned_id, communicator, label
+        self._kept_id, self._kept = owned_id[:0], rows[:0]
+        self.asked: Tensor | None = None
+        self._ids = torch.int32 if int(communicator.gather([self._largest()]).max()) < 1 << 31 else torch.int64
+
+    def _largest(self) -> float:
+        return float(self._owned_id[-1]) if self._owned_id.numel() else 0.0
+
+    def fetch(self, ids: Tensor, owner: Tensor) -> Tensor:
+        """Return rows by their ids. Every rank makes the call, without ids if it needs none.
+
+        Args:
+            ids: Ids, ``(k,)`` int64.
+            owner: The rank that holds each, ``(k,)`` int64.
+
+        Returns:
+            ``(k, *)`` in the type of the rows, memory of its own. Every id and row of another rank that is not kept
+            here travels once for each time it is asked.
+        """
+        communicator, out = self._communicator, self._rows.new_empty((ids.numel(), *self._rows.shape[1:]))
+        here = (owner == communicator.rank).nonzero().view(-1)
+        out[here] = self._rows[torch.searchsorted(self._owned_id, ids[here])]
+        kept = self._place_of_kept(ids)
+        if kept is not None:
+            owner = owner.masked_fill(kept >= 0, communicator.rank)
+            there = (kept >= 0).nonzero().view(-1)
+            out[there] = self._kept[kept[there]]
+        grouped = owner.argsort(stable=True)
+        grouped = grouped[owner[grouped] != communicator.rank]
+        if self.asked is not None:
+            self.asked.index_add_(0, ids[grouped], torch.ones(grouped.numel(), dtype=torch.int32))
+        counts = torch.bincount(owner[grouped], minlength=communicator.world_size).tolist()
+        asked = list(ids[grouped].to(self._ids).split(counts))
+        arrived = communicator.all_to_all(asked, label=f"{self._label}, ids")
+        answers = [self._rows[torch.searchsorted(self._owned_id, one.to(torch.int64))] for one in arrived]
+        out[grouped] = self._swapped(answers, counts)
+        return out
+
+    def keep(self, ids: Tensor, owner: Tensor) -> None:
+        """Keep the rows of some nodes of other ranks here from now on, in place of those before; every rank calls it.
+
+        Arguments are those of :meth:`fetch`; no id is given twice.
+        """
+        self._kept_id, self._kept = self._kept_id[:0], self._kept[:0]
+        order = ids.argsort()
+        ids, owner = ids[order], owner[order]
+        self._kept_id, self._kept = ids, self.fetch(ids, owner)
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the rows that are kept here, and of their ids."""
+        return self._kept.nbytes + self._kept_id.nbytes
+
+    def _place_of_kept(self, ids: Tensor) -> Tensor | None:
+        """Return the place of each id among those kept, -1 for others; ``None`` if none is kept."""
+        if not self._kept_id.numel():
+            return None
+        place = torch.searchsorted(self._kept_id, ids).clamp(max=self._kept_id.numel() - 1)
+        return torch.where(self._kept_id[place] == ids, place, -1)
+
+    def _swapped(self, answers: list[Tensor], counts: list[int]) -> Tensor:
+        """Send rows to those who asked; return those that this rank asked for, by rank."""
+        communicator, device = self._communicator, self._communicator.device
+        arrived = self._rows.new_empty((sum(counts), *self._rows.shape[1:]), device=device)
+        if communicator.world_size > 1:
+            outgoing = [one.contiguous().to(device) for one in answers]
+            communicator.send_and_receive(outgoing, list(arrived.split(counts)), f"{self._label}, rows")
+        return arrived.to(self._rows.device)

@@ -1,0 +1,178 @@
+"""Mini-batches across ranks: in each step every rank samples one around nodes of its own, whoever holds the rest.
+
+Sampling and fetching are exchanges, so all ranks make the same steps; a rank without batches left takes part with none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+from typing_extensions import override
+
+from pygdist.comm import Communicator
+from pygdist.sampler._native import Sampled
+from pygdist.sampler.across_ranks import DistributedNeighborSampler
+from pygdist.sampler.epoch import ShuffledOrder
+from pygdist.sampler.one_ahead import OneAhead
+from pygdist.sampler.owners import NodeOwners, RemoteRows
+
+_CPU = torch.device("cpu")
+_END_S = 5.0  # a thread that takes longer waits for a rank that does not answer
+
+
+class Steps(ABC):
+    """The steps of an epoch, in each of which a rank has a mini-batch or none; a thread makes them one ahead.
+
+    Args:
+        num_batches: Batches of this rank.
+        communicator: The ranks, for exchanges of the thread that iterates.
+    """
+
+    def __init__(self, num_batches: int, communicator: Communicator) -> None:
+        self.num_batches, self._communicator = num_batches, communicator
+        self._num_steps = int(communicator.gather([float(num_batches)]).max())
+        self._ahead: OneAhead[Data] | None = None
+
+    def __len__(self) -> int:
+        """Return the number of steps of an epoch, the same on all ranks: as many as the rank with most batches has."""
+        return self._num_steps
+
+    @abstractmethod
+    def make(self, epoch: int, step: int) -> Data:
+        """Make this rank's batch of a step, without seeds if it has none left; every rank makes the call.
+
+        Its ``num_in_step`` is the number of training examples of all ranks in the step.
+        """
+
+    def begin_epoch(self) -> None:  # noqa: B027 (a hook)
+        """Called by all ranks before the first step of an epoch is made."""
+
+    def epoch(self, number: int, first: int = 0) -> Iterator[Data]:
+        """Iterate over the steps of an epoch from step ``first``; every rank does, and stops after as many."""
+        self.close(None)
+
+        def make(step: int) -> Data:
+            if step == first:
+                self.begin_epoch()
+            return self.make(number, step)
+
+        with contextlib.closing(OneAhead(make, range(first, len(self)))) as ahead:
+            self._ahead = ahead
+            for _ in range(first, len(self)):
+                self._communicator.begin_wait("next batch")
+                with self._communicator.meter.waiting(_CPU):
+                    batch = ahead.take()
+                self._communicator.done()
+                yield batch
+
+    def close(self, timeout_s: float | None = _END_S) -> None:
+        """End the thread, if one runs."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.close(timeout_s)
+
+
+class NodeSteps(Steps):
+    """Sampled neighbourhoods of each rank's own training nodes, with rows of any owner.
+
+    Args:
+        seeds: Ids of this rank's training nodes, ``(s,)`` int64.
+        labels: Their labels, ``(s,)`` or ``(s, C)``.
+        batch_size: Training nodes in a batch.
+        order: Returns the order of the seeds in an epoch.
+        fields: Adds rows and values of edges to a sampled batch.
+        sampler: Samples neighbourhoods.
+        communicator: As for :class:`Steps`.
+    """
+
+    def __init__(
+        self,
+        seeds: Tensor,
+        labels: Tensor,
+        batch_size: int,
+        order: ShuffledOrder,
+        fields: Fields,
+        sampler: DistributedNeighborSampler,
+        communicator: Communicator,
+    ) -> None:
+        super().__init__(-(-seeds.numel() // batch_size), communicator)
+        self._seeds, self._labels, self._batch_size, self._order = seeds, labels, batch_size, order
+        self._fields, self._sampler = fields, sampler
+        self._num_seeds = communicator.gather([float(seeds.numel())])[:, 0]
+
+    @override
+    def begin_epoch(self) -> None:
+        self._fields.begin_epoch()
+
+    @override
+    def make(self, epoch: int, step: int) -> Data:
+        first = step * self._batch_size
+        chosen = self._order.of(epoch)[first : first + self._batch_size]
+        sampled = self._sampler.sample(self._seeds[chosen], epoch=epoch)
+        batch = as_data(sampled)
+        self._fields.add(batch, sampled)
+        batch.y = rows_before(self._labels[chosen], sampled.node.numel())
+        batch.train_mask = torch.arange(sampled.node.numel()) < chosen.numel()
+        batch.num_in_step = int((self._num_seeds - first).clamp(0, self._batch_size).sum())
+        return batch
+
+
+class Fields:
+    """The fields of nodes and edges that a batch needs, fetched from their owners.
+
+    Args:
+        owners: The owners of nodes.
+        features: Rows of nodes.
+        of_edges: Values of edges by their global ids, at the owners of their destinations.
+        aside: The ranks, on a process group for the thread that makes batches.
+        begin_epoch: Called by all ranks before an epoch.
+    """
+
+    def __init__(
+        self,
+        owners: NodeOwners,
+        features: RemoteRows,
+        of_edges: Mapping[str, RemoteRows],
+        aside: Communicator,
+        begin_epoch: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.owners, self._features, self._of_edges = owners, features, dict(of_edges)
+        self.aside, self.begin_epoch = aside, begin_epoch
+
+    @property
+    def need_edge_ids(self) -> bool:
+        """True if batches must have the global ids of their edges."""
+        return bool(self._of_edges)
+
+    def add(self, batch: Data, sampled: Sampled) -> None:
+        """Add ``x`` and the values of edges to a batch; every rank makes the call."""
+        owner = self.owners.owner_of(sampled.node)
+        batch.x = self._features.fetch(sampled.node, owner)
+        for name, rows in self._of_edges.items():
+            batch[name] = rows.fetch(sampled.edge, owner[sampled.target])
+
+
+def as_data(sampled: Sampled) -> Data:
+    """Return a sampled neighbourhood as PyG's ``NeighborLoader`` names its fields, without rows."""
+    batch = Data(
+        edge_index=torch.stack([sampled.source, sampled.target]),
+        n_id=sampled.node,
+        num_nodes=sampled.node.numel(),
+        batch_size=sampled.num_nodes[0],
+        num_sampled_nodes=sampled.num_nodes,
+        num_sampled_edges=sampled.num_edges,
+    )
+    if sampled.edge.numel():
+        batch.e_id = sampled.edge
+    return batch
+
+
+def rows_before(labels: Tensor, num_rows: int) -> Tensor:
+    """Return labels followed by rows without one: -1, or NaN where nodes have several."""
+    missing = -1 if labels.dim() == 1 else float("nan")
+    return torch.cat([labels, labels.new_full((num_rows - labels.size(0), *labels.shape[1:]), missing)])

@@ -1,0 +1,41 @@
+"""Items made one ahead: the same on all ranks wherever they stop, and errors where their item is taken."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from pygdist.sampler.one_ahead import OneAhead
+
+
+def test_items_come_in_order_and_the_thread_ends() -> None:
+    before = threading.active_count()
+    items = OneAhead(lambda number: number * 2, range(3, 8))
+    assert list(items) == [6, 8, 10, 12, 14]
+    items.close()
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("taken", [0, 1, 4])
+def test_one_more_is_made_than_is_taken(taken: int) -> None:
+    made: list[int] = []
+    items = OneAhead(made.append, range(5))
+    for _ in range(taken):
+        items.take()
+    items.close()
+    assert made == list(range(min(taken + 1, 5)))
+
+
+def test_an_error_is_raised_where_its_item_is_taken() -> None:
+    items = OneAhead(lambda number: 1 // (2 - number), range(9))
+    assert [items.take(), items.take()] == [0, 1]
+    with pytest.raises(ZeroDivisionError):
+        items.take()
+    items.close()
+
+
+def test_nothing_to_make() -> None:
+    items = OneAhead(lambda number: number, range(0))
+    assert list(items) == []
+    items.close()
