@@ -80,10 +80,13 @@ class Steps(ABC):
 class NodeSteps(Steps):
     """Sampled neighbourhoods of each rank's own training nodes, with rows of any owner.
 
+    An epoch has as many steps as the rank with most training nodes needs, and every rank spreads its own evenly over
+    them. So no step trains on a small remainder, which would count as much as a full one.
+
     Args:
         seeds: Ids of this rank's training nodes, ``(s,)`` int64.
         labels: Their labels, ``(s,)`` or ``(s, C)``.
-        batch_size: Training nodes in a batch.
+        batch_size: Most training nodes in a batch.
         order: Returns the order of the seeds in an epoch.
         fields: Adds rows and values of edges to a sampled batch.
         sampler: Samples neighbourhoods.
@@ -101,9 +104,9 @@ class NodeSteps(Steps):
         communicator: Communicator,
     ) -> None:
         super().__init__(-(-seeds.numel() // batch_size), communicator)
-        self._seeds, self._labels, self._batch_size, self._order = seeds, labels, batch_size, order
+        self._seeds, self._labels, self._order = seeds, labels, order
         self._fields, self._sampler = fields, sampler
-        self._num_seeds = communicator.gather([float(seeds.numel())])[:, 0]
+        self._num_seeds = communicator.gather([float(seeds.numel())])[:, 0].long()
 
     @override
     def begin_epoch(self) -> None:
@@ -111,14 +114,14 @@ class NodeSteps(Steps):
 
     @override
     def make(self, epoch: int, step: int) -> Data:
-        first = step * self._batch_size
-        chosen = self._order.of(epoch)[first : first + self._batch_size]
+        first, end = (number * self._seeds.numel() // len(self) for number in (step, step + 1))
+        chosen = self._order.of(epoch)[first:end]
         sampled = self._sampler.sample(self._seeds[chosen], epoch=epoch)
         batch = as_data(sampled)
         self._fields.add(batch, sampled)
         batch.y = rows_before(self._labels[chosen], sampled.node.numel())
         batch.train_mask = torch.arange(sampled.node.numel()) < chosen.numel()
-        batch.num_in_step = int((self._num_seeds - first).clamp(0, self._batch_size).sum())
+        batch.num_in_step = int(((step + 1) * self._num_seeds // len(self) - step * self._num_seeds // len(self)).sum())
         return batch
 
 

@@ -90,10 +90,12 @@ def on_one_process(name: str, data: Data, owned: list[Tensor]) -> tuple[dict[str
     losses = []
     for epoch in range(EPOCHS):
         summed = 0.0
-        for step in range(max(-(-one.numel() // 13) for one in seeds)):
+        steps = max(-(-one.numel() // 13) for one in seeds)
+        for step in range(steps):
             total, count = torch.zeros(()), 0
             for nodes in seeds:
-                chosen = nodes[ShuffledOrder(nodes.numel(), SEED, shuffle=True).of(epoch)[step * 13 : step * 13 + 13]]
+                order = ShuffledOrder(nodes.numel(), SEED, shuffle=True).of(epoch)
+                chosen = nodes[order[step * nodes.numel() // steps : (step + 1) * nodes.numel() // steps]]
                 if not chosen.numel():
                     continue
                 batch = _native.sample(csr, chosen, FAN_OUT, replace=False, seed=SEED, epoch=epoch)
