@@ -27,7 +27,7 @@ from pygdist.backends.clones.dropout import AgreeingDropout
 from pygdist.backends.clones.exchange import CloneExchange, Leaves, summed
 from pygdist.backends.clones.fold import HopFold, folded, reduced
 from pygdist.backends.clones.refusals import refused, refused_late
-from pygdist.backends.passes.kinds import kinds_of
+from pygdist.backends.passes.kinds import Lengths, kinds_of
 from pygdist.backends.passes.rehearsal import Call, Kind
 from pygdist.comm import Communicator
 from pygdist.comm.wire import WireDtype, narrowed, wire_of
@@ -252,7 +252,7 @@ class DelayedBackend(Backend):
         self._begin_pass(model)
         if self._kinds is None:
             self._kinds = {}
-        _, kinds = kinds_of(model, args, kwargs, self.shard, self.communicator, self._kinds)
+        _, kinds = kinds_of(model, args, kwargs, Lengths.of(self.shard), self.communicator, self._kinds)
         place = itertools.count()
 
         def extend(value: Any, kind: Kind) -> Any:

@@ -8,23 +8,28 @@ its own.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
-from pygdist.backends.base import Abilities, Backend, names_of
-from pygdist.backends.passes.base import Forward
+from pygdist.backends.base import Abilities, names_of
 from pygdist.backends.passes.batch import BatchPass
+from pygdist.backends.passes.kinds import Lengths, kinds_of
+from pygdist.backends.passes.rehearsal import Call, ModelFacts, look_at
+from pygdist.backends.passes.rows import Rows
+from pygdist.backends.passes.sampled import SAMPLED_HOPS, SampledHops, SampledPass
+from pygdist.backends.recomputing.backend import RecomputingBackend
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
-from pygdist.graph import Shard
-from pygdist.hops.arguments import edges_among
-from pygdist.hops.hop import Hop
+from pygdist.graph import Adjacency, Shard
+from pygdist.hops.arguments import each_tensor, edges_among, first_rows, tensors_of
 from pygdist.nn.inputs import edge_inputs
 from pygdist.nn.loss import labelled
 from pygdist.sampler.base import MiniBatches
@@ -32,15 +37,18 @@ from pygdist.sampler.hot_nodes import KeptAfterEpoch, hottest, out_degrees
 from pygdist.sampler.owners import NodeOwners, RemoteRows
 from pygdist.sampler.steps import Fields, Steps
 
+log = logging.getLogger(__name__)
+
 CacheBy = Literal["degree", "epoch"]
 _GIB = 2**30
 
 
-class PullBackend(Backend):
+class PullBackend(RecomputingBackend):
     """Train on mini-batches sampled across ranks; pull the features of their nodes from the owners.
 
     Layers run on a batch as in plain PyG: norms over nodes take the statistics of the rank's own batch, as under PyG's
-    ``NeighborLoader`` and DDP. The model is evaluated on the whole graph, exactly.
+    ``NeighborLoader`` and DDP. A layer leaves out the rows that no later one reads, unless the model looks at all nodes
+    at once, as norms do; the model is tried both ways on its first batch. It is evaluated on the whole graph, exactly.
 
     Args:
         cache_gib: Memory of each rank, in GiB, for copies of other ranks' feature rows.
@@ -62,12 +70,13 @@ class PullBackend(Backend):
         approximation="a step trains on sampled neighbourhoods of some nodes",
         mini_batches=True,
         evaluates=False,
+        reruns_layers=False,
     )
-    per_graph: ClassVar[tuple[str, ...]] = ("_pass",)
-    _pass: BatchPass | None = None
+    per_graph: ClassVar[tuple[str, ...]] = ("_num_seeds",)
+    _num_seeds: int | None = None  # of the batch that the model runs on
 
     def __init__(self, *, cache_gib: float = 0.0, cache_by: CacheBy = "degree") -> None:
-        super().__init__()
+        super().__init__(None)
         if not 0 <= cache_gib < math.inf:
             raise InputError(f"cache_gib is {cache_gib}, expected a finite number of GiB, 0 or more")
         if cache_by not in get_args(CacheBy):
@@ -131,60 +140,117 @@ class PullBackend(Backend):
                 f"batches of PullBackend.steps(), or use backend {names_of(lambda abilities: abilities.exact)}"
             )
         self.kept.forget()  # of the batch before
-        rows = [value.size(0) for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value.dim()]
-        self._pass = BatchPass(rows[0] if rows else 0, None, in_weights=False, without_norm=lambda layer: None)
+        self._pass, self._num_seeds = self._over(args, kwargs), None
+        hops = edges[0].slot(SAMPLED_HOPS) if len(edges) == 1 else None
+        if hops is not None:
+            facts = self._facts_of(model, args, kwargs, edges[0], hops)
+            self._pass = self._over(args, kwargs) if facts is None else self._trimmed(edges[0], hops, facts)
+            self._num_seeds = hops.num_seeds
         return args, kwargs
 
-    @property
-    def _batch(self) -> BatchPass:
-        if self._pass is None:
-            raise InputError("backend 'pull' runs layers within a call of the model, on a mini-batch")
-        return self._pass
+    @override
+    def model_output(self, output: Any) -> Any:
+        num_rows, num_seeds = self.num_rows, self._num_seeds
+        output = super().model_output(output)
+        if num_seeds is None:
+            return output
+        return each_tensor(output, lambda out: first_rows(out, (num_rows,), num_seeds) if out.dim() else out)
+
+    def _over(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchPass:
+        """Return the pass in which layers compute all rows of a batch, as in PyG."""
+        rows = [one.size(0) for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one.dim()]
+        return BatchPass(rows[0] if rows else 0, None, in_weights=False, without_norm=lambda layer: None)
+
+    def _trimmed(self, adjacency: Adjacency, hops: SampledHops, facts: ModelFacts) -> SampledPass:
+        return SampledPass(hops, hops.rows(adjacency, len(facts.widths)), facts)
+
+    def _facts_of(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], adjacency: Adjacency, hops: SampledHops
+    ) -> ModelFacts | None:
+        """Return the hops of a model if its layers need not compute all rows; ``None`` if they must.
+
+        Each rank decides alone, as nothing is exchanged in a pass.
+        """
+        entry = self._known(model)
+        lengths = Lengths(self.communicator.rank, sum(hops.num_nodes), adjacency.size(1))
+        key, kinds = kinds_of(model, args, kwargs, lengths, Communicator(), {})
+        if key not in entry.facts:
+            call = Call(model, args, kwargs, kinds)
+            with torch.inference_mode(False):
+                entry.facts[key] = self._tried(call, adjacency, hops)
+        return entry.facts[key]
+
+    def _tried(self, call: Call, adjacency: Adjacency, hops: SampledHops) -> ModelFacts | None:
+        """Run a model on its first batch with all rows and with those that are read; ``None`` if the seeds' differ."""
+        model = call.model
+        try:
+            facts = look_at(call, partial(self._rehearse, model), partial(self._attempt, model), lambda: None)
+            if not facts.widths:
+                return None
+            outs = []
+            for training, trims in ((True, True), (False, True), (False, False)):
+                over = self._trimmed(adjacency, hops, facts) if trims else self._over(call.args, call.kwargs)
+                with self._by_itself(model, over, training), _plainly(adjacency.device):
+                    outs.append(tensors_of(model.forward(*call.args, **call.kwargs)))
+        except Exception as error:  # whatever a model says where rows are missing
+            log.info("all rows of a batch are computed in each layer: %s: %s", type(error).__name__, error)
+            return None
+        _, trimmed, whole = ([one[: hops.num_seeds] for one in out] for out in outs)
+        alike = len(trimmed) == len(whole) and all(map(_are_close, trimmed, whole))
+        return facts if alike else None
 
     @override
-    def run_layer(self, layer: MessagePassing, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._batch.run_layer(layer, forward, args, kwargs)
+    def _part_pass(self, rows: Rows, facts: ModelFacts, *, alone: bool = False) -> SampledPass:
+        return _Trial(SampledHops((rows.num_owned,)), rows, facts)
 
     @override
-    def propagate(self, hop: Hop) -> Tensor:
-        return hop.run()
-
-    @override
-    def source_rows(self, x: Tensor) -> Tensor:
-        return x
+    def source_degrees(self, degree: Tensor, edge_weight: Tensor | None, loop_weight: float | None) -> Tensor | None:
+        running = self._running()
+        return running.source_degrees(edge_weight, loop_weight) if isinstance(running, SampledPass) else None
 
     # -- no other rank takes part in a pass ----------------------------------------------------------------------------
+
+    @property
+    @override
+    def _alone(self) -> bool:
+        return True
 
     @property
     @override
     def alone(self) -> bool:
         return True
 
-    @override
-    def sum_over_ranks(self, x: Tensor) -> Tensor:
-        return x
-
-    @override
-    def over_ranks(self, values: Sequence[float]) -> Tensor:
-        return torch.tensor([values], dtype=torch.float64)
-
-    @override
-    def note(self, text: str) -> None:
-        """Do nothing: no exchange follows in which ranks could compare it."""
-
-    @override
-    def move(self, at: str) -> None:
-        """Do nothing, likewise."""
-
-    @property
-    @override
-    def num_rows(self) -> int:
-        return self._batch.num_rows
-
     @property
     @override
     def num_nodes(self) -> int:
-        return self._batch.num_rows
+        return self.num_rows
+
+    @override
+    def whole_degrees(self, degree: Tensor) -> Tensor:
+        return self._running().source_rows(degree)[: degree.size(0)]
+
+
+class _Trial(SampledPass):
+    """A pass over a few rows that stand for a neighbourhood: degrees are ones."""
+
+    @override
+    def source_degrees(self, edge_weight: Tensor | None, loop_weight: float | None) -> Tensor:
+        return torch.ones(self.num_sources, device=self.rows.adjacency.device)
+
+
+@contextlib.contextmanager
+def _plainly(device: torch.device) -> Iterator[None]:
+    """Compute without gradients, and without autocast, which rounds more than what is compared."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
+
+
+def _are_close(one: Tensor, other: Tensor) -> bool:
+    """Tell if two results differ by rounding alone."""
+    if one.shape != other.shape:
+        return False
+    largest = max(1.0, float(other.abs().max())) if other.numel() else 1.0
+    return torch.allclose(one, other, rtol=0, atol=torch.finfo(other.dtype).eps ** 0.6 * largest, equal_nan=True)
 
 
 def _by_id(values: Tensor, e_id: Tensor, communicator: Communicator, name: str) -> RemoteRows:

@@ -185,7 +185,10 @@ class NodeClassifier(GraphModule):
         graph, edges = sampled_graph(sample)
         out = self._checked(outputs_of(self.model, graph, edges))
         norm = graph.get("node_norm")
-        if norm is None:
+        every = torch.ones(len(graph.y), dtype=torch.bool, device=graph.y.device)
+        if "train_mask" not in graph:  # outputs and labels are those of the seeds
+            total, share = self._noted(out, graph.y, every, "train")
+        elif norm is None:
             total, share = self._noted(out, graph.y, graph.train_mask, "train")
         else:  # a node's norm is the share of the part's training nodes that it stands for
             weights = self._weights_of(shard.y)

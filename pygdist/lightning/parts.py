@@ -16,6 +16,7 @@ from torch_geometric.data import Data
 from typing_extensions import override
 
 from pygdist.backends.passes.edge_norm import EDGE_NORM, EdgeNorm
+from pygdist.backends.passes.sampled import SAMPLED_HOPS, SampledHops
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency, Shard
@@ -265,4 +266,7 @@ def sampled_graph(sample: Data) -> tuple[Data, Adjacency]:
         weight, in_degree, n_id = fields.get("edge_weight"), graph.get("in_degree"), graph.get("n_id")
         edge_norm = EdgeNorm.of(norm, adjacency.csr(), edge_weight=weight, in_degree=in_degree, n_id=n_id)
         fields["edge_weight"] = adjacency.slot(EDGE_NORM, lambda: edge_norm).passed
+    if "num_sampled_nodes" in sample:
+        hops = SampledHops(tuple(sample.num_sampled_nodes), fields.get("edge_weight"))
+        adjacency.slot(SAMPLED_HOPS, lambda: hops)
     return graph.update(fields), adjacency

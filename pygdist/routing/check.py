@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from pygdist.backends.base import Backend, names_of
-from pygdist.backends.passes.kinds import kinds_of
+from pygdist.backends.passes.kinds import Lengths, kinds_of
 from pygdist.backends.passes.rehearsal import Call
 from pygdist.comm import Communicator
 from pygdist.errors import InputError, LostRankError, RefusedError, UnequalRanksError
@@ -117,7 +117,7 @@ def check(model: nn.Module, backend: Backend, args: tuple[Any, ...], kwargs: dic
         return True
     if backend.abilities.trains_parts:  # each rank compares alone, as a rank without parts makes no call
         communicator, num_parts = Communicator(), 2
-    key, kinds = kinds_of(model, args, kwargs, shard, communicator, {})
+    key, kinds = kinds_of(model, args, kwargs, Lengths.of(shard), communicator, {})
     identity = (_structure(model), type(backend), repr(backend.arguments()), num_parts, key)
     known = _KNOWN.setdefault(model, _Known())
     if bool(communicator.gather([float(identity in known.passed)]).all()):

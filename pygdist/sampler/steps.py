@@ -46,7 +46,8 @@ class Steps(ABC):
     def make(self, epoch: int, step: int) -> Data:
         """Make this rank's batch of a step, without seeds if it has none left; every rank makes the call.
 
-        Its ``num_in_step`` is the number of training examples of all ranks in the step.
+        Fields are those of PyG's loaders, but ``y`` has labels of the seeds alone. ``num_in_step`` is the number of
+        seeds of all ranks in the step.
         """
 
     def begin_epoch(self) -> None:  # noqa: B027 (a hook)
@@ -119,8 +120,7 @@ class NodeSteps(Steps):
         sampled = self._sampler.sample(self._seeds[chosen], epoch=epoch)
         batch = as_data(sampled)
         self._fields.add(batch, sampled)
-        batch.y = rows_before(self._labels[chosen], sampled.node.numel())
-        batch.train_mask = torch.arange(sampled.node.numel()) < chosen.numel()
+        batch.y = self._labels[chosen]
         batch.num_in_step = int(((step + 1) * self._num_seeds // len(self) - step * self._num_seeds // len(self)).sum())
         return batch
 
@@ -173,9 +173,3 @@ def as_data(sampled: Sampled) -> Data:
     if sampled.edge.numel():
         batch.e_id = sampled.edge
     return batch
-
-
-def rows_before(labels: Tensor, num_rows: int) -> Tensor:
-    """Return labels followed by rows without one: -1, or NaN where nodes have several."""
-    missing = -1 if labels.dim() == 1 else float("nan")
-    return torch.cat([labels, labels.new_full((num_rows - labels.size(0), *labels.shape[1:]), missing)])

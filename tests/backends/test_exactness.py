@@ -95,7 +95,7 @@ def test_every_layer_equals_one_process_at_any_depth(
 
 
 def test_every_backend_is_in_the_suite() -> None:
-    """An approximate one in its limit case; ``pull``, whose passes are over batches, in ``tests/lightning/test_pull.py``."""
+    """An approximate one in its limit case; ``pull``, whose passes are over batches, in ``lightning/test_pull.py``."""
     assert {"single", "pull", *DEEP} >= set(backends)
 
 

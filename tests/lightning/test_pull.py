@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,14 @@ from torch_geometric import nn
 from torch_geometric.data import Data
 
 from pygdist import GraphDataModule, NodeClassifier
-from pygdist.backends import PullBackend
+from pygdist.backends import PullBackend, Savings
+from pygdist.backends.passes.sampled import SampledPass
+from pygdist.comm import Communicator
+from pygdist.graph import Shard, write_store
 from pygdist.kernels import CSR
+from pygdist.lightning.parts import sampled_graph
+from pygdist.nn.inputs import outputs_of
+from pygdist.routing import distribute
 from pygdist.sampler import NeighborBatches, _native
 from pygdist.sampler.epoch import ShuffledOrder
 from pygdist.testing import RankPool
@@ -146,3 +153,72 @@ def test_a_cache_and_ranks_without_training_nodes_change_nothing(
     for found, history, _ in results:
         assert_close(found, expected)
         assert [epoch["train_loss"] for epoch in history] == pytest.approx(losses, rel=1e-10)
+
+
+class _Jumps(torch.nn.Module):
+    """Rows of two depths meet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.SAGEConv(12, 12), nn.SAGEConv(12, 4)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.second(x + self.first(x, edge_index), edge_index)
+        return out
+
+
+class _WeighsItself(torch.nn.Module):
+    """Normalises weights that it computes from attributes: degrees need those of all edges."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.weigh = nn.GCNConv(12, 8), nn.GCNConv(8, 4), torch.nn.Linear(3, 1)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+        weight = self.weigh(edge_attr).sigmoid().view(-1)
+        out: Tensor = self.second(self.first(x, edge_index, weight).relu(), edge_index, weight)
+        return out
+
+
+MODELS = {
+    "GCN": lambda: model("GCN"),
+    "GAT": lambda: model("GAT"),
+    "weighted": Weighted,
+    "deeper": lambda: nn.GCN(12, 8, num_layers=3, out_channels=4),
+    "shallower": lambda: nn.GCN(12, 8, num_layers=1, out_channels=4),
+    "knowledge": lambda: nn.GraphSAGE(12, 8, num_layers=2, out_channels=4, jk="cat"),
+    "jumps": _Jumps,
+    "two-hops": lambda: nn.Sequential("x, edge_index", [(nn.SGConv(12, 4, K=2, cached=True), "x, edge_index -> x")]),
+    "norm": lambda: model("norm"),
+    "graph-norm": lambda: nn.GCN(12, 8, num_layers=2, out_channels=4, norm="graph_norm"),
+    "laplacian": lambda: nn.Sequential("x, edge_index", [(nn.ChebConv(12, 4, K=3), "x, edge_index -> x")]),
+    "weighs-itself": _WeighsItself,
+}
+ALL_ROWS = ("norm", "graph-norm", "laplacian", "weighs-itself")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_that_nobody_reads_are_left_out(name: str, tmp_path: Path) -> None:
+    """The seeds' outputs and all gradients are those of PyG, on each of several batches."""
+    torch.manual_seed(3)
+    net, backend = MODELS[name]().double(), PullBackend()
+    plain = copy.deepcopy(net)
+    for layer in plain.modules():
+        layer.cached = False  # PyG's cache would be of the first batch
+    part = torch.zeros(160, dtype=torch.int32).numpy()
+    write_store(graph(), part, tmp_path / "store", num_parts=1, method="test", arguments={})
+    shard = Shard.load(tmp_path / "store", 0)
+    backend.bind(shard, Communicator())
+    distribute(net, backend=backend, savings=Savings(first_hop=False))
+    batches = NeighborBatches(FAN_OUT, batch_size=13)
+    for sample in backend.steps(shard, batches, plain, seed=0).epoch(0):
+        graph_of, edges = sampled_graph(sample)
+        found = outputs_of(net, graph_of, edges)
+        expected = outputs_of(plain, sample, sample.edge_index)[: sample.batch_size]
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+        for one in (found, expected):
+            (one * one.detach().cos()).sum().backward()
+        for mine, other in zip(net.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, other.grad, rtol=1e-10, atol=1e-10)
+        assert isinstance(backend._done, SampledPass) == (name not in ALL_ROWS)
+    assert any(one.grad is not None and bool(one.grad.any()) for one in plain.parameters())

@@ -6,7 +6,7 @@ nodes.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -17,11 +17,24 @@ from pygdist.graph import Adjacency, Shard
 from pygdist.hops.arguments import named_values
 
 
+class Lengths(NamedTuple):
+    """The numbers of nodes and edges among a rank's inputs."""
+
+    rank: int
+    nodes: int
+    edges: int
+
+    @classmethod
+    def of(cls, shard: Shard) -> Lengths:
+        """The owned nodes of a shard, and its edges."""
+        return cls(shard.rank, shard.num_owned, shard.adjacency.size(1))
+
+
 def kinds_of(
     model: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    shard: Shard,
+    lengths: Lengths,
     communicator: Communicator,
     kinds: dict[tuple[object, ...], list[Kind]],
 ) -> tuple[tuple[object, ...], list[Kind]]:
@@ -31,31 +44,31 @@ def kinds_of(
         model: The model.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
-        shard: The rank's shard.
+        lengths: Numbers of rows of this rank.
         communicator: The ranks; each makes this call.
         kinds: The kinds of earlier calls, by key; gets those of this one.
 
     Raises:
         InputError: If an argument holds another number of rows than before.
     """
-    expected: dict[Kind, int] = {"node": shard.num_owned, "edge": shard.adjacency.size(1)}
+    expected: dict[Kind, int] = {"node": lengths.nodes, "edge": lengths.edges}
     looks: list[tuple[str, object]] = []
-    lengths: list[int] = []
+    found: list[int] = []
     for name, value in named_values(model.forward, args, kwargs):
         rows = isinstance(value, Tensor) and not isinstance(value, Adjacency) and value.dim() > 0
         plain = value if isinstance(value, (bool, str)) else type(value)
         looks.append((name, value.dim() if rows else plain))
-        lengths.append(value.size(0) if rows else -1)
+        found.append(value.size(0) if rows else -1)
     key = tuple(looks)
     if key not in kinds:
-        fits = [length == expected[kind] for kind in ("node", "edge") for length in lengths]
+        fits = [length == expected[kind] for kind in ("node", "edge") for length in found]
         everywhere = communicator.gather([float(fit) for fit in fits]).amin(0).bool().tolist() if fits else []
-        nodes, edges = everywhere[: len(lengths)], everywhere[len(lengths) :]
+        nodes, edges = everywhere[: len(found)], everywhere[len(found) :]
         kinds[key] = [_kind(name, *fit) for (name, _), *fit in zip(looks, nodes, edges, strict=True)]
-    for (name, _), kind, length in zip(looks, kinds[key], lengths, strict=True):
+    for (name, _), kind, length in zip(looks, kinds[key], found, strict=True):
         if kind is not None and length != expected[kind]:
             raise InputError(
-                f"argument '{name or type(model).__name__}' of the model has {length} rows on rank {shard.rank}; in "
+                f"argument '{name or type(model).__name__}' of the model has {length} rows on rank {lengths.rank}; in "
                 f"earlier calls it had one for each of the rank's {expected[kind]} {kind}s, and must have now",
                 of_one_rank=True,
             )

@@ -27,7 +27,7 @@ from pygdist.backends.base import Abilities, names_of
 from pygdist.backends.fetching.fetcher import Fetcher, FetchingBackend, FetchOptions
 from pygdist.backends.passes.base import Pass
 from pygdist.backends.passes.fetched import FetchedPass
-from pygdist.backends.passes.kinds import kinds_of
+from pygdist.backends.passes.kinds import Lengths, kinds_of
 from pygdist.backends.passes.part import PartPass
 from pygdist.backends.passes.rehearsal import Call, Kind, ModelFacts, Rehearsal, Rehearse, look_at
 from pygdist.backends.passes.rows import Rows
@@ -60,7 +60,7 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class _Model:
+class KnownModel:
     """Facts about a model, by the kinds of its arguments."""
 
     model: weakref.ref[nn.Module]
@@ -100,7 +100,7 @@ class RecomputingBackend(FetchingBackend):
     def __init__(self, options: FetchOptions | None = FetchOptions()) -> None:  # noqa: B008 (frozen)
         super().__init__(options or FetchOptions())
         self.fetches = options is not None
-        self._models: dict[int, _Model] = {}  # by the id of the model
+        self._models: dict[int, KnownModel] = {}  # by the id of the model
 
     # -- which rows ----------------------------------------------------------------------------------------------------
 
@@ -185,11 +185,8 @@ class RecomputingBackend(FetchingBackend):
     def model_inputs(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        entry = self._models.get(id(model))
-        if entry is None or entry.model() is not model:
-            self._models = {key: one for key, one in self._models.items() if one.model() is not None}
-            entry = self._models[id(model)] = _Model(weakref.ref(model))
-        key, kinds = kinds_of(model, args, kwargs, self.shard, self.communicator, entry.kinds)
+        entry = self._known(model)
+        key, kinds = kinds_of(model, args, kwargs, Lengths.of(self.shard), self.communicator, entry.kinds)
         call, rehearse = Call(model, args, kwargs, kinds), partial(self._rehearse, model)
         begin_pass = self.kept.first_hop.begin_forward
         by_widths = self._on_graph.rows
@@ -206,6 +203,14 @@ class RecomputingBackend(FetchingBackend):
         extended = self.extended(call, rows)
         self._pass = self._part_pass(rows, facts)
         return extended
+
+    def _known(self, model: nn.Module) -> KnownModel:
+        """Return what is known of a model, which calls add to."""
+        entry = self._models.get(id(model))
+        if entry is None or entry.model() is not model:
+            self._models = {key: one for key, one in self._models.items() if one.model() is not None}
+            entry = self._models[id(model)] = KnownModel(weakref.ref(model))
+        return entry
 
     def _looked_at(self, call: Call, rehearse: Rehearse, begin_pass: Callable[[], None]) -> ModelFacts | None:
         """Run a model on a few nodes to learn its hops; ``None`` if they stay unknown, and every hop fetches its rows.

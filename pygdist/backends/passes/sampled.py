@@ -1,0 +1,96 @@
+"""The pass over a sampled neighbourhood: each layer computes the rows that a later one reads, as few as that takes.
+
+The seeds are needed after the last layer, and the nodes of *k* hops before the last *k* layers. PyG computes all rows
+in each layer, unless the model calls ``trim_to_layer``; at usual fan-outs nine of ten rows are never read.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from pygdist.backends.passes.edge_norm import in_degree_facts, in_degrees
+from pygdist.backends.passes.part import PartPass
+from pygdist.backends.passes.rehearsal import ModelFacts
+from pygdist.backends.passes.rows import Rows
+from pygdist.comm import Communicator
+from pygdist.graph import Adjacency
+from pygdist.graph.adjacency import Slot
+
+
+class AllRowsNeededError(Exception):
+    """The model looks at all nodes at once, as a norm over nodes does, so no row may be left out."""
+
+
+@dataclass(frozen=True)
+class SampledHops:
+    """A sampled neighbourhood.
+
+    Attributes:
+        num_nodes: Number of seeds, then of the nodes that each hop adds.
+        edge_weight: Weights of its edges in the order of the adjacency; ``None`` if they have none.
+    """
+
+    num_nodes: tuple[int, ...]
+    edge_weight: Tensor | None = None
+
+    @property
+    def num_seeds(self) -> int:
+        """Number of seeds, which come first."""
+        return self.num_nodes[0]
+
+    def rows(self, adjacency: Adjacency, num_hops: int) -> Rows:
+        """Return the rows that a model of ``num_hops`` hops computes, hop by hop."""
+        ends = list(itertools.accumulate(self.num_nodes))
+        later = (ends[min(num_hops - hop, len(ends) - 1)] for hop in range(1, num_hops + 1))
+        n_id = torch.arange(ends[-1], device=adjacency.device)
+        own = int(adjacency.csr().indptr[self.num_seeds])
+        return Rows.all_here(n_id, self.num_seeds, (ends[-1], *later), adjacency, num_own_edges=own)
+
+
+SAMPLED_HOPS = Slot[SampledHops]("sampled hops")
+
+
+class SampledPass(PartPass):
+    """A pass over a sampled neighbourhood, in which no other rank takes part.
+
+    Args:
+        hops: The neighbourhood.
+        rows: The rows to compute.
+        facts: The model.
+
+    Raises:
+        AllRowsNeededError: In a pass of a model that looks at all nodes at once.
+    """
+
+    def __init__(self, hops: SampledHops, rows: Rows, facts: ModelFacts) -> None:
+        super().__init__(rows, facts, Communicator(), None, alone=True)
+        self._sampled = hops
+        self._degrees: Tensor | None = None
+
+    @override
+    def source_rows(self, x: Tensor) -> NoReturn:
+        raise AllRowsNeededError
+
+    @override
+    def owned_rows(self, x: Tensor) -> NoReturn:
+        raise AllRowsNeededError
+
+    def source_degrees(self, edge_weight: Tensor | None, loop_weight: float | None) -> Tensor:
+        """In-degrees in the whole neighbourhood of the sources of the running hop.
+
+        Raises:
+            AllRowsNeededError: If they are normalised by weights that the model computes.
+        """
+        weight = self._sampled.edge_weight
+        is_of_graph = weight is not None and edge_weight is not None and edge_weight.data_ptr() == weight.data_ptr()
+        if edge_weight is not None and edge_weight.numel() and not is_of_graph:
+            raise AllRowsNeededError
+        if self._degrees is None:
+            self._degrees = in_degree_facts(self.rows.adjacency.csr(), weight)
+        return in_degrees(self._degrees, edge_weight is not None, loop_weight)[: self.num_sources]
