@@ -106,8 +106,8 @@ class PullBackend(RecomputingBackend):
             raise InputError("the graph has no labelled nodes for stage 'train' (train_mask)")
         aside = self.communicator.apart(quiet=True)
         owners = NodeOwners.of(shard.owned_id, shard.num_nodes, aside)
-        features = RemoteRows(shard.x, shard.owned_id, aside, label="features")
-        of_edges = {name: _by_id(getattr(shard, name), shard.e_id, aside, name) for name in edge_inputs(model, shard)}
+        features = RemoteRows(shard.x, owners.row_of, shard.num_nodes, aside, label="features")
+        of_edges = {name: _by_id(getattr(shard, name), shard, aside, name) for name in edge_inputs(model, shard)}
         fields = Fields(owners, features, of_edges, aside, self._cached(features, shard, owners, aside))
         seeds = labelled(shard.y, shard.train_mask).nonzero().view(-1)
         return batches.across_ranks(shard, fields, self.communicator, seeds=seeds, seed=seed)
@@ -253,7 +253,10 @@ def _are_close(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, rtol=0, atol=torch.finfo(other.dtype).eps ** 0.6 * largest, equal_nan=True)
 
 
-def _by_id(values: Tensor, e_id: Tensor, communicator: Communicator, name: str) -> RemoteRows:
+def _by_id(values: Tensor, shard: Shard, communicator: Communicator, name: str) -> RemoteRows:
     """Return values of edges, to be fetched by the edges' global ids."""
-    order = e_id.argsort()
-    return RemoteRows(values[order], e_id[order], communicator, label=name)
+    order = shard.e_id.argsort()
+    ids = shard.e_id[order]
+    return RemoteRows(
+        values[order], lambda wanted: torch.searchsorted(ids, wanted), shard.num_edges, communicator, label=name
+    )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     _Simple: TypeAlias = ctypes._SimpleCData[Any]
 
 LIBRARY_NAME = "libpygdist_native.so"
-ABI_VERSION = 19
+ABI_VERSION = 20
 """``PYGDIST_ABI_VERSION`` in ``pygdist_native.h``; another number means an older or newer build."""
 
 _INT = ctypes.c_int32
@@ -156,6 +156,7 @@ _SIGNATURES: dict[str, tuple[type[ctypes._CData], ...]] = {
     "pygdist_hop_key": (_HOP, ctypes.POINTER(_SEED)),
     "pygdist_draw": (_CSR, _HOP, _SEED, _ARRAY),
     "pygdist_place_hop": (_HOP,),
+    "pygdist_copy_rows": (_ARRAY, _ARRAY, _ARRAY, _ARRAY, _LONG, _LONG),
     "pygdist_induce": (_CSR, _HOP),
     "pygdist_gat_grad": (_CSR, _ARRAY, _ARRAY, _REAL, *[_ARRAY] * 4),
 }

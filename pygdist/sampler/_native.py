@@ -112,6 +112,20 @@ def place(nodes: Tensor, sources: Tensor) -> tuple[Tensor, Tensor]:
     return longer[: hop.num_nodes].clone(), position
 
 
+def copy_rows(rows: Tensor, source: Tensor | None, out: Tensor, target: Tensor | None) -> None:
+    """Copy rows: ``out[target] = rows[source]``, where ``None`` stands for all, in order; contiguous, on the CPU."""
+    index = source if source is not None else target
+    count = rows.size(0) if index is None else index.numel()
+    assert rows.is_contiguous(), "rows are copied as bytes"
+    assert out.is_contiguous(), "rows are copied as bytes"
+    assert rows.dtype == out.dtype, "rows are copied as bytes"
+    row_bytes = out[:1].nbytes if out.size(0) else 0
+    places = [None if one is None else one.to(torch.int64).contiguous() for one in (source, target)]
+    pointers = [None if one is None else one.data_ptr() for one in places]
+    native = library.require("copying rows")
+    native.pygdist_copy_rows(rows.data_ptr(), pointers[0], out.data_ptr(), pointers[1], count, row_bytes)
+
+
 def _run(name: str, hop: NativeHop, *arguments: Any, matrix: NativeCsr | None = None) -> None:
     """Call a function of the library with the hop, after the matrix if there is one."""
     structures = [ctypes.byref(one) for one in (matrix, hop) if one is not None]

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
+from pygdist.sampler._native import copy_rows
 
 _IDS_AT_A_TIME = 1 << 22  # that each rank sends to each
+_NOBODY = torch.iinfo(torch.int32).min
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,37 +25,45 @@ class NodeOwners:
         owned_id: Ids of this rank's nodes, ascending, ``(n,)`` int64.
         owner_of: Returns the ranks that own some nodes, ``(k,)`` int64, by their ids, ``(k,)`` int64.
         num_nodes: Nodes of the whole graph.
+        row: For each node of the graph, its row if this rank owns it; ``None`` to search for ids instead.
     """
 
     owned_id: Tensor
     owner_of: Callable[[Tensor], Tensor]
     num_nodes: int
+    row: Tensor | None = None
 
     @classmethod
     def of(cls, owned_id: Tensor, num_nodes: int, communicator: Communicator) -> Self:
         """Tell all ranks who owns which nodes; every rank makes the call.
 
-        Each rank keeps a number for each node of the graph: 1 byte up to 127 ranks, else 2. For hashed nodes a function
-        of the id does without. :class:`~pygdist.comm.directory.NodeDirectory` keeps a share of the nodes on each rank,
-        but takes an exchange for each look-up.
+        Each rank keeps 4 bytes for each node of the graph: its row, or, if another rank owns it, that rank. For hashed
+        nodes a function of the id does without. :class:`~pygdist.comm.directory.NodeDirectory` keeps a share of the
+        nodes on each rank, but takes an exchange for each look-up.
 
         Raises:
             InputError: On all ranks, if a node has no owner or two, or an id is out of range.
         """
         outside = int(((owned_id < 0) | (owned_id >= num_nodes)).sum())
         communicator.agree(f"{outside} ids of owned nodes are not in 0..{num_nodes - 1}" if outside else None)
-        owner = torch.full((num_nodes,), -1, dtype=torch.int8 if communicator.world_size <= 127 else torch.int16)
+        place = torch.full((num_nodes,), _NOBODY, dtype=torch.int32)
         most = int(communicator.gather([owned_id.numel()])[:, 0].max())
         twice = 0
         for start in range(0, most, _IDS_AT_A_TIME):
             ids = owned_id[start : start + _IDS_AT_A_TIME].contiguous()
             for rank, arrived in enumerate(communicator.all_to_all([ids] * communicator.world_size, label="owners")):
-                twice += int((owner[arrived] >= 0).sum())
-                owner[arrived] = rank
-        missing = int((owner < 0).sum())
+                twice += int((place[arrived] != _NOBODY).sum())
+                here = torch.arange(start, start + arrived.numel(), dtype=torch.int32)
+                place[arrived] = here if rank == communicator.rank else -1 - rank
+        missing = int((place == _NOBODY).sum())
         wrong = f"{missing} of {num_nodes} nodes have no owner, {twice} have two" if missing or twice else None
         communicator.agree(wrong)
-        return cls(owned_id, lambda ids: owner[ids].to(torch.int64), num_nodes)
+
+        def owner_of(ids: Tensor) -> Tensor:
+            at = place[ids].to(torch.int64)
+            return torch.where(at >= 0, communicator.rank, -1 - at)
+
+        return cls(owned_id, owner_of, num_nodes, place)
 
     def check(self, communicator: Communicator) -> None:
         """Check that owners and ids fit; every rank makes the call.
@@ -70,7 +80,7 @@ class NodeOwners:
 
     def row_of(self, ids: Tensor) -> Tensor:
         """Return the rows of this rank's nodes by their ids; all are owned here."""
-        return torch.searchsorted(self.owned_id, ids)
+        return torch.searchsorted(self.owned_id, ids) if self.row is None else self.row[ids].to(torch.int64)
 
     def _wrong(self, rank: int) -> str | None:
         ids = self.owned_id
@@ -87,23 +97,23 @@ class RemoteRows:
     """Rows that other ranks hold, fetched by their ids in one exchange; those asked most can be kept here.
 
     Args:
-        rows: This rank's rows, ``(n, *)``, in the order of ``owned_id``, on the CPU.
-        owned_id: Their ids, ascending, ``(n,)`` int64.
+        rows: This rank's rows, ``(n, *)``, on the CPU.
+        row_of: Returns the rows of some ids that this rank holds, ``(k,)`` int64.
+        num_ids: Number of ids of all ranks.
         communicator: The ranks.
         label: Names the rows in messages and in the meter's labels.
 
     Attributes:
-        asked: If set, counts how often each id of another rank was asked for, ``(ids,)`` int32.
+        asked: If set, counts how often each id of another rank was asked for, ``(num_ids,)`` int32.
     """
 
-    def __init__(self, rows: Tensor, owned_id: Tensor, communicator: Communicator, *, label: str) -> None:
-        self._rows, self._owned_id, self._communicator, self._label = rows, owned_id, communicator, label
-        self._kept_id, self._kept = owned_id[:0], rows[:0]
+    def __init__(
+        self, rows: Tensor, row_of: Callable[[Tensor], Tensor], num_ids: int, communicator: Communicator, *, label: str
+    ) -> None:
+        self._rows, self._row_of, self._communicator, self._label = rows.contiguous(), row_of, communicator, label
+        self._kept_id, self._kept = torch.empty(0, dtype=torch.int64), rows[:0]
+        self._ids = torch.int32 if num_ids < 1 << 31 else torch.int64
         self.asked: Tensor | None = None
-        self._ids = torch.int32 if int(communicator.gather([self._largest()]).max()) < 1 << 31 else torch.int64
-
-    def _largest(self) -> float:
-        return float(self._owned_id[-1]) if self._owned_id.numel() else 0.0
 
     def fetch(self, ids: Tensor, owner: Tensor) -> Tensor:
         """Return rows by their ids. Every rank makes the call, without ids if it needs none.
@@ -118,12 +128,12 @@ class RemoteRows:
         """
         communicator, out = self._communicator, self._rows.new_empty((ids.numel(), *self._rows.shape[1:]))
         here = (owner == communicator.rank).nonzero().view(-1)
-        out[here] = self._rows[torch.searchsorted(self._owned_id, ids[here])]
+        copy_rows(self._rows, self._row_of(ids[here]), out, here)
         kept = self._place_of_kept(ids)
         if kept is not None:
             owner = owner.masked_fill(kept >= 0, communicator.rank)
             there = (kept >= 0).nonzero().view(-1)
-            out[there] = self._kept[kept[there]]
+            copy_rows(self._kept, kept[there], out, there)
         grouped = owner.argsort(stable=True)
         grouped = grouped[owner[grouped] != communicator.rank]
         if self.asked is not None:
@@ -131,9 +141,13 @@ class RemoteRows:
         counts = torch.bincount(owner[grouped], minlength=communicator.world_size).tolist()
         asked = list(ids[grouped].to(self._ids).split(counts))
         arrived = communicator.all_to_all(asked, label=f"{self._label}, ids")
-        answers = [self._rows[torch.searchsorted(self._owned_id, one.to(torch.int64))] for one in arrived]
-        out[grouped] = self._swapped(answers, counts)
+        copy_rows(self._swapped([self._answer(one) for one in arrived], counts), None, out, grouped)
         return out
+
+    def _answer(self, asked: Tensor) -> Tensor:
+        rows = self._rows.new_empty((asked.numel(), *self._rows.shape[1:]))
+        copy_rows(self._rows, self._row_of(asked.to(torch.int64)), rows, None)
+        return rows
 
     def keep(self, ids: Tensor, owner: Tensor) -> None:
         """Keep the rows of some nodes of other ranks here from now on, in place of those before; every rank calls it.

@@ -129,7 +129,7 @@ def rows_on_ranks(rank: int, world_size: int, dtype: torch.dtype) -> None:
     rows = torch.arange(NODES * 3).view(NODES, 3).to(dtype)
     owner = _owner_of(nodes) % world_size
     mine = (owner == rank).nonzero().view(-1)
-    remote = RemoteRows(rows[mine], mine, communicator, label="features")
+    remote = RemoteRows(rows[mine], lambda ids: torch.searchsorted(mine, ids), NODES, communicator, label="features")
     wanted = [torch.randperm(NODES, generator=torch.Generator().manual_seed(seed))[:50] for seed in (rank, 7)]
     wanted.append(nodes[:0] if rank else torch.tensor([5, 5, 0]))
     remote.asked = torch.zeros(NODES, dtype=torch.int32)

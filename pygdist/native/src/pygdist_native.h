@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define PYGDIST_ABI_VERSION 19
+#define PYGDIST_ABI_VERSION 20
 #define PYGDIST_API __attribute__((visibility("default")))
 
 #ifdef __cplusplus
@@ -309,6 +309,10 @@ PYGDIST_API int32_t pygdist_draw(const pygdist_csr* csr, pygdist_hop* hop, uint6
 // Ends a hop whose edges pygdist_draw sampled, here or elsewhere: `source` has the ids of nodes, which become positions;
 // those that are new are appended to the nodes. PYGDIST_BAD_ID as above.
 PYGDIST_API int32_t pygdist_place_hop(pygdist_hop* hop);
+
+// Copies `count` rows of `row_bytes` bytes: row source[i] of `from` becomes row target[i] of `to`. Null is row i.
+PYGDIST_API int32_t pygdist_copy_rows(const void* from, const int64_t* source, void* to, const int64_t* target,
+                                      int64_t count, int64_t row_bytes);
 
 // Finds the edges among the nodes, and adds no node. `first` is 0 and `fan_out` -1, the arrays are as long as
 // pygdist_count_hop says; num_edges becomes their number.
