@@ -31,7 +31,6 @@ from pygdist.errors import InputError
 from pygdist.graph import Adjacency, Shard
 from pygdist.hops.arguments import each_tensor, edges_among, first_rows, tensors_of
 from pygdist.nn.inputs import edge_inputs
-from pygdist.nn.loss import labelled
 from pygdist.sampler.base import MiniBatches
 from pygdist.sampler.hot_nodes import KeptAfterEpoch, hottest, out_degrees
 from pygdist.sampler.owners import NodeOwners, RemoteRows
@@ -95,22 +94,19 @@ class PullBackend(RecomputingBackend):
             seed: Seed of all random numbers.
 
         Raises:
-            InputError: On all ranks, if there are no batches, they do not cross parts, or no training node is labelled.
+            InputError: On all ranks, if there are no batches, they do not cross parts, or there is nothing to learn.
         """
         if batches is None:
             raise InputError(
                 "batches: backend 'pull' trains on mini-batches; set batches, for example NeighborBatches([25, 10], "
-                "batch_size=1000) with a number for each layer"
+                "batch_size=1000) with a number for each layer, or EdgeBatches for links"
             )
-        if shard.y is None or shard.train_mask is None or not shard.counts["train_mask"]:
-            raise InputError("the graph has no labelled nodes for stage 'train' (train_mask)")
         aside = self.communicator.apart(quiet=True)
         owners = NodeOwners.of(shard.owned_id, shard.num_nodes, aside)
         features = RemoteRows(shard.x, owners.row_of, shard.num_nodes, aside, label="features")
         of_edges = {name: _by_id(getattr(shard, name), shard, aside, name) for name in edge_inputs(model, shard)}
         fields = Fields(owners, features, of_edges, aside, self._cached(features, shard, owners, aside))
-        seeds = labelled(shard.y, shard.train_mask).nonzero().view(-1)
-        return batches.across_ranks(shard, fields, self.communicator, seeds=seeds, seed=seed)
+        return batches.across_ranks(shard, fields, self.communicator, seed=seed)
 
     def _cached(
         self, features: RemoteRows, shard: Shard, owners: NodeOwners, communicator: Communicator

@@ -180,6 +180,8 @@ class NodeClassifier(GraphModule):
 
     def _learn_sample(self, shard: Shard, sample: Data, num_in_step: int | None) -> Tensor:
         """Return the mean loss of a mini-batch's training nodes; with GraphSAINT's norms it estimates the part's."""
+        if "edge_label" in sample:
+            raise InputError("batches: NodeClassifier trains on nodes, but EdgeBatches have edges; use NeighborBatches")
         if shard.y is None or shard.train_mask is None:
             raise InputError(_UNLABELLED.format("train"))
         graph, edges = sampled_graph(sample)

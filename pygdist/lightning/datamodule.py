@@ -377,6 +377,8 @@ class GraphDataModule(pl.LightningDataModule):
             return FullGraphLoader(self.shard, made=made, dealt=dealt)
         assert trainer is not None, "the abilities are those of its module's backend"
         if not self._abilities.trains_parts:
+            if self.num_workers:
+                raise InputError("num_workers: batches are sampled by all ranks together, in a thread; leave it out")
             module = self._module
             steps = module.backend.steps(self.shard, self.batches, module.model, seed=self.batch_seed)
             self._sampled = StepLoader(self.shard.rank, self.open_part, steps, epoch=epoch, made=made, dealt=dealt)

@@ -23,6 +23,7 @@ from pygdist.kernels.csr import pointers
 from pygdist.lightning.checks import check_model
 from pygdist.lightning.link_pairs import LinkPairs, Pairs
 from pygdist.lightning.module import GraphModule, Mean
+from pygdist.lightning.parts import PartBatch, sampled_graph
 from pygdist.nn.inputs import call_encoder
 from pygdist.nn.norms import GLOBAL_NORMS
 
@@ -71,7 +72,8 @@ class LinkPredictor(GraphModule):
 
     In every epoch each edge is compared with one negative pair: same target, random source, not an edge, not held out.
     It is drawn from the seed, the epoch and the edge's id, so the pairs are the same on any number of ranks. The loss
-    is the mean binary cross-entropy over edges and negative pairs. Held-out edges (``GraphDataModule(edge_split=...)``)
+    is the mean binary cross-entropy over edges and negative pairs. With :class:`~pygdist.sampler.EdgeBatches` and a
+    backend that samples (``pull``), a step has some of the edges. Held-out edges (``GraphDataModule(edge_split=...)``)
     are compared with the same negative pairs in every evaluation. To recognise edges, a rank holds 8 more bytes for
     each of its edges, or 32 if the backend splits nodes (``delayed``).
 
@@ -82,8 +84,8 @@ class LinkPredictor(GraphModule):
             and the graph has them; returns a row for each node.
         decoder: Called with the rows of sources and of targets, ``(k, C)`` each; returns a score for each pair,
             ``(k,)`` or ``(k, 1)``. The dot product by default. On several ranks it may have no norm over all pairs.
-        backend: The way in which neighbours arrive: a registered name, a class path, or an instance. It must train on
-            the whole graph, so not ``replica``.
+        backend: The way in which neighbours arrive: a registered name, a class path, or an instance. It must see edges
+            between parts, so not ``replica``.
         lr: Learning rate of Adam.
         weight_decay: Weight decay of Adam.
         train_share: The share of the edges that an epoch trains on; each epoch draws other edges.
@@ -139,6 +141,10 @@ class LinkPredictor(GraphModule):
     @override
     def setup(self, stage: str) -> None:
         super().setup(stage)
+        if self.train_share < 1 and self._datamodule().batches is not None:
+            raise InputError(
+                "train_share: an epoch of mini-batches has all edges; leave it out, or limit_train_batches"
+            )
         if self.decoder is not None:
             if stage == "fit" and self.communicator.world_size > 1:
                 _refuse_norms(self.decoder)
@@ -166,7 +172,10 @@ class LinkPredictor(GraphModule):
         return call_encoder(self.network, shard, shard.adjacency)
 
     @override
-    def training_step(self, shard: Shard, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Shard | PartBatch, batch_idx: int) -> Tensor:
+        if isinstance(batch, PartBatch):
+            return self._learn_sample(batch)
+        shard = batch
         pairs = self._pairs_of(shard).train
         if self.train_share < 1:
             bits = drawn(self.seed + 1, torch.full_like(pairs.e_id, self.current_epoch), pairs.e_id)
@@ -187,6 +196,24 @@ class LinkPredictor(GraphModule):
         """Return the global ids of the owned nodes and the model's rows for them."""
         return shard.owned_id, self(shard)
 
+    def _learn_sample(self, batch: PartBatch) -> Tensor:
+        """Return the loss over the pairs of a mini-batch (:class:`~pygdist.sampler.EdgeBatches`)."""
+        sample, count = batch.sample, float(batch.num_in_step or 1)
+        if sample is None or batch.shard is None:  # other ranks have edges left
+            self._log_loss("train", torch.zeros((), device=self.device), 0)
+            return torch.stack([one.sum() * 0 for one in self.parameters() if one.requires_grad]).sum()
+        if "edge_label" not in sample:
+            raise InputError("batches: LinkPredictor trains on EdgeBatches, which have pairs of nodes")
+        self.place(batch.shard)
+        graph, edges = sampled_graph(sample)
+        rows = call_encoder(self.model, graph, edges)
+        source, target = (rows[end] for end in sample.edge_label_index)
+        scores = (source * target).sum(dim=1) if self.decoder is None else self.decoder(source, target).reshape(-1)
+        label = sample.edge_label.to(scores)
+        total = functional.binary_cross_entropy_with_logits(scores, label, reduction="sum")
+        self._log_loss("train", total, label.numel())
+        return self.scaled(total, count, label.numel())
+
     def _pairs_of(self, shard: Shard) -> LinkPairs:
         """Return the pairs of a shard, which are made once."""
         if self._pairs is None or self._pairs[0] is not shard:
@@ -206,10 +233,8 @@ class LinkPredictor(GraphModule):
         count = int(self.communicator.gather([float(count_here)]).sum())
         if count == 0:
             raise InputError(_NO_EDGES[stage])
-        loss = cast(Metric, self.metrics[f"{stage}_loss"])
-        loss.update(total.detach() / max(count_here, 1), weight=count_here)
+        self._log_loss(stage, total, count_here)
         options: dict[str, Any] = {"on_step": False, "on_epoch": True, "batch_size": 1}
-        self.log(f"{stage}_loss", loss, prog_bar=stage == "train", **options)
         if stage != "train":
             auc, hits = (cast(Metric, self.metrics[f"{stage}_{name}"]) for name in ("auc", "hits"))
             # between 0 and 1 in the same order; a sigmoid would round large scores to 1
@@ -219,6 +244,12 @@ class LinkPredictor(GraphModule):
             self.log(f"{stage}_auc", auc, prog_bar=True, **options)
             self.log(f"{stage}_hits", hits, **options)
         return total, count
+
+    def _log_loss(self, stage: Stage, total: Tensor, count: int) -> None:
+        """Update and log the loss of a stage, with the pairs of a step on this rank."""
+        loss = cast(Metric, self.metrics[f"{stage}_loss"])
+        loss.update(total.detach() / max(count, 1), weight=count)
+        self.log(f"{stage}_loss", loss, prog_bar=stage == "train", on_step=False, on_epoch=True, batch_size=1)
 
     def _scores(self, shard: Shard, pairs: Pairs, epoch: int) -> tuple[Tensor, Tensor]:
         """Return the scores of edges, and of as many negative pairs."""

@@ -85,30 +85,21 @@ class MiniBatches(ABC):
         """
         return {}
 
-    def across_ranks(
-        self,
-        shard: Shard,
-        fields: Fields,
-        communicator: Communicator,
-        *,
-        seeds: Tensor,
-        seed: int,
-    ) -> Steps:
+    def across_ranks(self, shard: Shard, fields: Fields, communicator: Communicator, *, seed: int) -> Steps:
         """Return mini-batches whose neighbourhoods cross the parts of the graph; every rank makes the call.
 
         Args:
             shard: This rank's part of the graph, on the CPU.
             fields: Fetches the fields of nodes and edges.
             communicator: The ranks, for exchanges of the thread that iterates.
-            seeds: Local ids of this rank's labelled training nodes, ascending, ``(s,)`` int64.
             seed: Seed of all random numbers.
 
         Raises:
             InputError: If this kind of batches divides parts alone.
         """
         raise InputError(
-            f"{type(self).__name__} divides one part of a graph, but the model's backend samples across parts: use "
-            "NeighborBatches"
+            f"{type(self).__name__} divides one part of a graph, but the model's backend samples across parts; use "
+            "NeighborBatches, or EdgeBatches for links"
         )
 
     @abstractmethod

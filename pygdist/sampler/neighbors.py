@@ -83,26 +83,18 @@ class NeighborBatches(MiniBatches):
         )
 
     @override
-    def across_ranks(
-        self,
-        shard: Shard,
-        fields: Fields,
-        communicator: Communicator,
-        *,
-        seeds: Tensor,
-        seed: int,
-    ) -> NodeSteps:
+    def across_ranks(self, shard: Shard, fields: Fields, communicator: Communicator, *, seed: int) -> NodeSteps:
         """See :meth:`MiniBatches.across_ranks`."""
         if self.library == "pyg":
             raise InputError("library 'pyg' samples one part of a graph; across parts use library 'native'")
-        csr = shard.adjacency.csr()
-        csr = CSR(csr.indptr, csr.index, csr.num_cols, shard.e_id if fields.need_edge_ids else None)
-        sampler = DistributedNeighborSampler(
-            csr, shard.n_id, fields.owners, fields.aside, self.fan_out, replace=self.replace, seed=check_seed(seed)
-        )
+        sampler = sampler_of(shard, fields, self.fan_out, replace=self.replace, seed=check_seed(seed))
+        y, mask = shard.y, shard.train_mask
+        if y is None or mask is None or not shard.counts["train_mask"]:
+            raise InputError("the graph has no labelled nodes for stage 'train' (train_mask)")
+        labelled = mask & (y >= 0 if y.dim() == 1 else ~torch.isnan(y).any(dim=1))
+        seeds = labelled.nonzero().view(-1)
         order = ShuffledOrder(seeds.numel(), seed, shuffle=self.shuffle)
-        assert shard.y is not None, "seeds are labelled"
-        return NodeSteps(shard.owned_id[seeds], shard.y[seeds], self.batch_size, order, fields, sampler, communicator)
+        return NodeSteps(shard.owned_id[seeds], y[seeds], self.batch_size, order, fields, sampler, communicator)
 
     def _sampler(self, csr: CSR, seed: int, epoch: SharedEpoch) -> BaseSampler:
         native = self.library == "native" or (self.library == "auto" and load() is not None)
@@ -146,3 +138,12 @@ class _Neighborhoods(Dataset[Data]):
             if name in made:  # torch_sparse does not count
                 batch[name] = made[name]
         return batch
+
+
+def sampler_of(
+    shard: Shard, fields: Fields, fan_out: Sequence[int], *, replace: bool, seed: int
+) -> DistributedNeighborSampler:
+    """Return a sampler over the parts of all ranks, which make the call together."""
+    csr = shard.adjacency.csr()
+    csr = CSR(csr.indptr, csr.index, csr.num_cols, shard.e_id if fields.need_edge_ids else None)
+    return DistributedNeighborSampler(csr, shard.n_id, fields.owners, fields.aside, fan_out, replace=replace, seed=seed)

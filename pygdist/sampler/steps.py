@@ -28,26 +28,41 @@ _END_S = 5.0  # a thread that takes longer waits for a rank that does not answer
 class Steps(ABC):
     """The steps of an epoch, in each of which a rank has a mini-batch or none; a thread makes them one ahead.
 
+    An epoch has as many steps as the rank with most examples needs, and every rank spreads its own evenly over them. So
+    no step trains on a small remainder, which would count as much as a full one.
+
     Args:
-        num_batches: Batches of this rank.
+        num_examples: Training examples of this rank: nodes or edges.
+        batch_size: Most examples in a batch.
         communicator: The ranks, for exchanges of the thread that iterates.
     """
 
-    def __init__(self, num_batches: int, communicator: Communicator) -> None:
-        self.num_batches, self._communicator = num_batches, communicator
-        self._num_steps = int(communicator.gather([float(num_batches)]).max())
+    def __init__(self, num_examples: int, batch_size: int, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._num_examples = communicator.gather([float(num_examples)])[:, 0].long()
+        self._num_steps = int(-(-self._num_examples.max() // batch_size))
         self._ahead: OneAhead[Data] | None = None
 
     def __len__(self) -> int:
-        """Return the number of steps of an epoch, the same on all ranks: as many as the rank with most batches has."""
+        """Return the number of steps of an epoch, the same on all ranks."""
         return self._num_steps
+
+    def span(self, step: int) -> tuple[int, int]:
+        """Return the first of this rank's examples in a step, in the order of the epoch, and the one after the last."""
+        count = int(self._num_examples[self._communicator.rank])
+        return step * count // len(self), (step + 1) * count // len(self)
+
+    def num_in(self, step: int) -> int:
+        """Return the number of examples of all ranks in a step."""
+        counts = self._num_examples
+        return int(((step + 1) * counts // len(self) - step * counts // len(self)).sum())
 
     @abstractmethod
     def make(self, epoch: int, step: int) -> Data:
         """Make this rank's batch of a step, without seeds if it has none left; every rank makes the call.
 
         Fields are those of PyG's loaders, but ``y`` has labels of the seeds alone. ``num_in_step`` is the number of
-        seeds of all ranks in the step.
+        terms in the loss of all ranks: seeds, or pairs of nodes.
         """
 
     def begin_epoch(self) -> None:  # noqa: B027 (a hook)
@@ -81,9 +96,6 @@ class Steps(ABC):
 class NodeSteps(Steps):
     """Sampled neighbourhoods of each rank's own training nodes, with rows of any owner.
 
-    An epoch has as many steps as the rank with most training nodes needs, and every rank spreads its own evenly over
-    them. So no step trains on a small remainder, which would count as much as a full one.
-
     Args:
         seeds: Ids of this rank's training nodes, ``(s,)`` int64.
         labels: Their labels, ``(s,)`` or ``(s, C)``.
@@ -104,10 +116,9 @@ class NodeSteps(Steps):
         sampler: DistributedNeighborSampler,
         communicator: Communicator,
     ) -> None:
-        super().__init__(-(-seeds.numel() // batch_size), communicator)
+        super().__init__(seeds.numel(), batch_size, communicator)
         self._seeds, self._labels, self._order = seeds, labels, order
         self._fields, self._sampler = fields, sampler
-        self._num_seeds = communicator.gather([float(seeds.numel())])[:, 0].long()
 
     @override
     def begin_epoch(self) -> None:
@@ -115,13 +126,13 @@ class NodeSteps(Steps):
 
     @override
     def make(self, epoch: int, step: int) -> Data:
-        first, end = (number * self._seeds.numel() // len(self) for number in (step, step + 1))
+        first, end = self.span(step)
         chosen = self._order.of(epoch)[first:end]
         sampled = self._sampler.sample(self._seeds[chosen], epoch=epoch)
         batch = as_data(sampled)
         self._fields.add(batch, sampled)
         batch.y = self._labels[chosen]
-        batch.num_in_step = int(((step + 1) * self._num_seeds // len(self) - step * self._num_seeds // len(self)).sum())
+        batch.num_in_step = self.num_in(step)
         return batch
 
 

@@ -7,23 +7,26 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch_geometric import nn
 from torch_geometric.data import Data
 
-from pygdist import GraphDataModule, NodeClassifier
+from pygdist import GraphDataModule, InputError, NodeClassifier
 from pygdist.backends import PullBackend, Savings
 from pygdist.backends.passes.sampled import SampledPass
 from pygdist.comm import Communicator
 from pygdist.graph import Shard, write_store
 from pygdist.kernels import CSR
+from pygdist.lightning import LinkPredictor, ModelAveragingStrategy
 from pygdist.lightning.parts import sampled_graph
 from pygdist.nn.inputs import outputs_of
 from pygdist.routing import distribute
-from pygdist.sampler import NeighborBatches, _native
+from pygdist.sampler import ClusterBatches, EdgeBatches, NeighborBatches, _native
 from pygdist.sampler.epoch import ShuffledOrder
 from pygdist.testing import RankPool
 from tests.kernels.oracle import needs_library
@@ -222,3 +225,173 @@ def test_rows_that_nobody_reads_are_left_out(name: str, tmp_path: Path) -> None:
             torch.testing.assert_close(mine.grad, other.grad, rtol=1e-10, atol=1e-10)
         assert isinstance(backend._done, SampledPass) == (name not in ALL_ROWS)
     assert any(one.grad is not None and bool(one.grad.any()) for one in plain.parameters())
+
+
+# -- links -------------------------------------------------------------------------------------------------------------
+
+
+def _links(rank: int, world_size: int, folder: str, resume: str | None) -> tuple[dict[str, Tensor], list[Any], Any]:
+    torch.manual_seed(7)
+    net, history, seen = nn.GraphSAGE(12, 8, num_layers=2, out_channels=6), runs.History(), list[Any]()
+    batches = EdgeBatches([4, 3], batch_size=150, negatives=2)
+    data = GraphDataModule(graph(), partitioner="hash", batches=batches, edge_split=(0.1, 0.1), cache_dir=folder)
+    module = LinkPredictor(net, backend="pull", lr=0.02)
+
+    class Seen(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            if batch.sample is not None:
+                seen.append(batch.sample.to_dict())
+            else:
+                seen.append(None)
+
+    trainer = runs.trainer(rank, world_size, folder, max_epochs=4, callbacks=[history, Seen()])
+    trainer.fit(module, datamodule=data, ckpt_path=resume)
+    tested = trainer.test(module, datamodule=data, verbose=False)[0]
+    held = data.shard.val_edges, data.shard.test_edges
+    ends = [data.shard.n_id[edges[:2]] for edges in held if edges is not None]
+    return net.state_dict(), history.epochs, (seen, tested, torch.cat(ends, dim=1))
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_links_are_learned_from_batches_of_edges(world_size: int, pool: RankPool, tmp_path: Path) -> None:
+    results = pool.run(_links, world_size, str(tmp_path), None)
+    data = graph()
+    edges = set(map(tuple, data.edge_index.t().tolist()))
+    held = {tuple(edge) for *_, (_, _, ends) in results for edge in ends.t().tolist()}
+    learned: list[tuple[int, int]] = []
+    for state, history, (seen, _, _) in results:
+        assert_close(state, results[0][0])
+        assert history == results[0][1]
+        for sample in filter(None, seen):
+            pairs = sample["n_id"][sample["edge_label_index"]].t().tolist()
+            positive = [tuple(pair) for pair, label in zip(pairs, sample["edge_label"], strict=True) if label]
+            negative = [tuple(pair) for pair, label in zip(pairs, sample["edge_label"], strict=True) if not label]
+            assert len(negative) == 2 * len(positive)
+            assert not set(negative) & edges, "a negative pair is an edge"
+            learned += positive
+    assert sorted(learned) == sorted(4 * [edge for edge in edges if edge not in held and edge[0] != edge[1]])
+    expected = _learned_by_one(data, [seen for *_, (seen, _, _) in results])
+    assert_close(results[0][0], expected)
+
+
+def _learned_by_one(data: Data, seen: list[list[dict[str, Any] | None]]) -> dict[str, Tensor]:
+    """Train plain PyG on the pairs that the ranks saw, those of a step together."""
+    torch.manual_seed(7)
+    net = nn.GraphSAGE(12, 8, num_layers=2, out_channels=6).double()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.02)
+    for samples in zip(*seen, strict=True):
+        scores, labels = [], []
+        for sample in filter(None, samples):
+            out = net(data.x[sample["n_id"]], sample["edge_index"])
+            scores.append((out[sample["edge_label_index"][0]] * out[sample["edge_label_index"][1]]).sum(dim=1))
+            labels.append(sample["edge_label"])
+        optimizer.zero_grad()
+        binary_cross_entropy_with_logits(torch.cat(scores), torch.cat(labels).double()).backward()
+        optimizer.step()
+    state: dict[str, Tensor] = net.state_dict()
+    return state
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+def _run(rank: int, world_size: int, folder: str, options: dict[str, Any], resume: str | None) -> Any:
+    net, history = model("GCN"), runs.History()
+    saving = ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1)
+    callbacks = [history, *([saving] if options.pop("saves", False) else [])]
+    settings: dict[str, Any] = {"max_epochs": 3, "callbacks": callbacks, "enable_checkpointing": len(callbacks) > 1}
+    trainer = runs.trainer(rank, world_size, folder, **{**settings, **options})
+    trainer.fit(NodeClassifier(net, backend="pull"), datamodule=data_module(folder, graph(), "hash"), ckpt_path=resume)
+    assert not [one for one in threading.enumerate() if one.name == "pygdist-batches"]
+    return {key: value.clone() for key, value in net.state_dict().items()}, history.epochs, trainer.global_step
+
+
+def test_a_run_resumes_within_an_epoch_bit_for_bit(pool: RankPool, tmp_path: Path) -> None:
+    whole = pool.run(_run, 2, str(tmp_path), {"saves": True}, None)
+    assert whole[0][2] == 12
+    resumed = pool.run(_run, 2, str(tmp_path), {}, str(tmp_path / "step=6.ckpt"))
+    for (expected, _, _), (found, _, steps) in zip(whole, resumed, strict=True):
+        assert steps == 12
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [({"limit_train_batches": 2}, 6), ({"max_steps": 5, "max_epochs": None}, 5), ({"fast_dev_run": True}, 1)],
+    ids=str,
+)
+def test_an_epoch_that_is_cut_leaves_no_thread_and_no_exchange(
+    options: dict[str, Any], steps: int, pool: RankPool, tmp_path: Path
+) -> None:
+    for _, history, made in pool.run(_run, 2, str(tmp_path), options, None):
+        assert made == steps
+        assert "val_acc" in history[-1]
+
+
+def _refused(rank: int, world_size: int, folder: str, data: dict[str, Any], task: Any, strategy: Any) -> str:
+    module_data = data_module(folder, graph(), "hash", **data)
+    net = model("GCN")
+    module = LinkPredictor(net, backend="pull") if task == "links" else NodeClassifier(net, backend="pull")
+    trainer = runs.trainer(rank, world_size, folder, max_epochs=1, **({"strategy": strategy()} if strategy else {}))
+    with pytest.raises(InputError) as refused:
+        trainer.fit(module, datamodule=module_data)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "task", "strategy", "says"),
+    [
+        ({"batches": None}, "nodes", None, "batches: backend 'pull' trains on mini-batches; set batches"),
+        ({"batches": ClusterBatches(4, 2, partitioner="chunk")}, "nodes", None, "ClusterBatches divides one part"),
+        ({"batches": NeighborBatches([2], library="pyg")}, "nodes", None, "library 'pyg' samples one part"),
+        ({"num_workers": 1}, "nodes", None, "num_workers: batches are sampled by all ranks together"),
+        ({"batches": EdgeBatches([2])}, "nodes", None, "NodeClassifier trains on nodes, but EdgeBatches have edges"),
+        ({}, "links", None, "LinkPredictor trains on EdgeBatches"),
+        ({}, "nodes", ModelAveragingStrategy, "trains each part by itself, but backend 'pull'"),
+    ],
+)
+def test_what_cannot_be_pulled_is_refused_on_all_ranks(
+    data: dict[str, Any], task: str, strategy: Any, says: str, pool: RankPool, tmp_path: Path
+) -> None:
+    for text in pool.run(_refused, 2, str(tmp_path), data, task, strategy):
+        assert says in text
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [({"cache_gib": -1}, "cache_gib is -1"), ({"cache_gib": float("nan")}, "cache_gib is nan"),
+     ({"cache_by": "size"}, "cache_by is 'size', expected one of degree, epoch")],
+)  # fmt: skip
+def test_arguments_out_of_range_are_refused(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError, match=says):
+        PullBackend(**options)
+
+
+def _traffic(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> list[int]:
+    """Bytes of feature rows that all ranks send in each epoch."""
+    sent: list[int] = []
+
+    class Meter(pl.Callback):
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            module.communicator.meter.reset()
+
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            sent.append(module.communicator.meter.read().bytes_by_label["features, rows"])
+
+    trainer = runs.trainer(rank, world_size, folder, max_epochs=3, callbacks=[Meter()], limit_val_batches=0)
+    trainer.fit(NodeClassifier(model("GCN"), PullBackend(**options)), datamodule=data_module(folder, graph(), "hash"))
+    return sent
+
+
+def test_a_cache_saves_bytes(pool: RankPool, tmp_path: Path) -> None:
+    sent = {
+        by: torch.tensor(pool.run(_traffic, 2, str(tmp_path), options)).sum(dim=0).tolist()
+        for by, options in {
+            "none": {}, "degree": {"cache_gib": 40 * 104 / 2**30, "cache_by": "degree"},
+            "epoch": {"cache_gib": 40 * 104 / 2**30, "cache_by": "epoch"}, "all": {"cache_gib": 1},
+        }.items()
+    }  # fmt: skip
+    assert sent["all"] == [0, 0, 0]
+    assert all(kept < whole for kept, whole in zip(sent["degree"], sent["none"], strict=True))
+    assert sent["epoch"][0] == sent["none"][0]
+    assert all(kept < whole for kept, whole in zip(sent["epoch"][1:], sent["none"][1:], strict=True))
