@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from pygdist.native import load
 from tests.lightning.programs import CALLBACK, COMMAND, environment, fit
 
 pytestmark = pytest.mark.slow
@@ -56,6 +57,31 @@ def test_a_killed_rank_ends_the_others_with_its_name_and_the_run_resumes(folder:
         resumed = fit(folder, "--ckpt_path=checkpoints/last.ckpt")
         assert resumed.returncode == 0, resumed.stderr
         assert "max_epochs=6" in resumed.stdout + resumed.stderr
+
+
+_PULLED = [
+    "--model.backend=pull", "--data.batches=NeighborBatches", "--data.batches.fan_out=[4,4]",
+    "--data.batches.batch_size=10",
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("warm_python")
+@pytest.mark.skipif(load() is None, reason="the sampler is in the native library")
+@pytest.mark.parametrize("ending", ["SIGKILL", "SIGSTOP"])
+def test_a_rank_that_is_lost_while_batches_are_fetched_is_named(folder: Path, ending: str) -> None:
+    kill = ["--trainer.callbacks+=killing.Kill", "--trainer.callbacks.rank=2", "--trainer.callbacks.epoch=3"]
+    strategy = ["--trainer.strategy=graph_ddp_spawn", "--trainer.strategy.lost_after_s=4"]
+    start = time.monotonic()
+    run = fit(folder, *kill, f"--trainer.callbacks.signal={ending}", *strategy, *_PULLED)
+    took_s = time.monotonic() - start
+    pids = dict(re.findall(r"rank (\d) is process (\d+)", run.stdout))
+    said = [line for line in run.stderr.splitlines() if line.startswith("pygdist: error:")]
+    assert run.returncode == 1, run.stderr
+    assert any(f"rank 2 (process {pids['2']}) was" in line for line in said), run.stderr
+    assert "Traceback" not in run.stderr
+    assert "terminate called" not in run.stderr
+    assert not [pid for pid in pids.values() if _is_alive(int(pid))], "a rank was left behind"
+    assert took_s < 100
 
 
 @pytest.mark.parametrize(
