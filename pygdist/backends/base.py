@@ -27,7 +27,7 @@ from pygdist.nn.laplacian import sums_at_owners
 from pygdist.nn.norms import Number
 from pygdist.registry import Registry
 
-Placement = Literal["nodes", "replicas", "edges"]
+Placement = Literal["nodes", "replicas", "edges", "columns"]
 B = TypeVar("B", bound="Backend")
 T = TypeVar("T")
 
@@ -124,9 +124,10 @@ class Backend(ABC):
         self._shard, self._communicator = shard, communicator
 
     def _check_placement(self, shard: Shard) -> None:
-        """Refuse parts of edges, where a node's in-edges are in several parts, unless the backend is for these."""
-        if (shard.clones is not None) != (self.abilities.placement == "edges"):
-            has, wanted = "edges" if shard.clones is not None else "nodes or replicas", self.abilities.placement
+        """Refuse parts of edges or columns of features unless the backend is for these, and other parts if it is."""
+        wanted = self.abilities.placement
+        has = "edges" if shard.clones is not None else "columns" if shard.columns is not None else "nodes or replicas"
+        if has != wanted and {has, wanted} & {"edges", "columns"}:
             raise InputError(
                 f"backend '{self.name or type(self).__name__}' needs placement {wanted}, but the graph was partitioned "
                 f"with placement {has}; partition it with --placement {wanted}"

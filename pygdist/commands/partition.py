@@ -109,12 +109,13 @@ class Parts:
         device_memory: With --parts=auto, the memory of one device, in GiB.
         reserve: With --parts=auto, the share of that memory that training needs for itself. Two thirds by default.
         method: Who owns which node or edge: the name or the class path of a Partitioner. chunk by default, libra with
-            --placement=edges.
+            --placement=edges, hash with --placement=columns.
         method_args: Arguments of the method.
         hops: Number of hops that the halo of a part reaches.
         placement: What a part holds of its halo. nodes: the ids of the rows, for training that fetches them. replicas:
             their features and edges too, for training without communication. By default nodes for one hop, replicas for
             more. edges: each edge is in the part to which the method assigns it, and a node is in several parts.
+            columns: some columns of the features of all nodes.
         out: The folder to write; it appears when it is complete.
         overwrite: Replace a finished folder.
     """
@@ -126,7 +127,7 @@ class Parts:
     method: str | None = None
     method_args: dict[str, Any] | None = None
     hops: int = 1
-    placement: Literal["nodes", "replicas", "edges"] | None = None
+    placement: Literal["nodes", "replicas", "edges", "columns"] | None = None
     out: Path = Path("parts")
     overwrite: bool = False
 

@@ -49,6 +49,8 @@ class Shard:
         folder: The store; ``None`` if the graph is only in memory.
         surroundings: All rows of placements *replicas* and *edges*; ``x``, ids and values of edges of the shard are
             its leading rows, not copies. ``None`` for placement *nodes*.
+        columns: Under placement *columns*: this rank's columns of the features of all nodes, ``(num_nodes, c)``, by
+            global id; otherwise ``None``. ``x`` is then NaN in every entry and takes no memory.
         clones: The exchanges between rows of one node under placement *edges*, otherwise ``None``. There ``adjacency``
             leads from :math:`n + h` rows to as many: it holds the edges of this part, whoever owns their ends.
     """
@@ -82,6 +84,7 @@ class Shard:
         folder: Path | None = None,
         surroundings: Surroundings | None = None,
         clones: Clones | None = None,
+        columns: Tensor | None = None,
     ) -> None:
         self.rank, self.num_parts = rank, num_parts
         self.n_id, self.num_owned = n_id, num_owned
@@ -92,7 +95,7 @@ class Shard:
         self.num_nodes, self.num_edges = num_nodes, num_edges
         self.num_classes, self.multi_label, self.counts = num_classes, multi_label, counts
         self.val_edges, self.test_edges = val_edges, test_edges
-        self.folder, self.surroundings, self.clones = folder, surroundings, clones
+        self.folder, self.surroundings, self.clones, self.columns = folder, surroundings, clones, columns
 
     def __repr__(self) -> str:
         return (
@@ -146,6 +149,10 @@ class Shard:
             arrays = with_all_edges(arrays, num_owned)
         elif placement.has_surroundings:
             arrays = first_hop(arrays, num_owned)
+        columns = as_tensor(arrays["columns"]) if "columns" in arrays else None
+        rows = rows_and_edges(arrays)
+        if columns is not None:
+            rows["x"] = unknown_rows(num_owned, int(meta["num_features"]), columns.dtype)
         plan = ExchangePlan(
             send_index=as_tensor(arrays["send_index"]).long(),
             send_counts=tuple(arrays["send_counts"].tolist()),
@@ -164,7 +171,8 @@ class Shard:
             folder=folder,
             surroundings=surroundings,
             clones=clones,
-            **rows_and_edges(arrays),
+            columns=columns,
+            **rows,
             **{name: as_tensor(arrays[name]) if name in arrays else None for name in ("y", *MASKS)},  # type: ignore[arg-type]
         )
 
@@ -182,7 +190,7 @@ class Shard:
     def astype(self, dtype: torch.dtype) -> Shard:
         """Return the shard with features, edge inputs and label matrices in ``dtype``, or itself if they are."""
         around = None if self.surroundings is None else self.surroundings.astype(dtype)
-        names = floats_unlike(self, ("x", "y", *EDGE_FIELDS), dtype)
+        names = floats_unlike(self, ("x", "y", "columns", *EDGE_FIELDS), dtype)
         floats = {name: self._converted(name, around, dtype) for name in names}
         return self.replace(surroundings=around, **floats) if floats or around is not self.surroundings else self
 
@@ -197,5 +205,14 @@ class Shard:
             mine, theirs = ((one.data_ptr(), one.dtype, one.shape[1:], one.stride()) for one in (value, whole))
             if mine == theirs:  # the field was not replaced
                 value = getattr(around, name)[: len(value)]
+        if value.stride() == (0, 0):  # one number for all
+            one: Tensor = value[:1, :1].to(to)
+            return one.expand_as(value)
         converted: Tensor = value.to(to)
         return converted
+
+
+def unknown_rows(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Return rows whose features this rank does not hold: NaN, all in one number of memory."""
+    dtype = dtype if dtype.is_floating_point and dtype != torch.float16 else torch.get_default_dtype()
+    return torch.full((1, 1), float("nan"), dtype=dtype).expand(num_rows, width)

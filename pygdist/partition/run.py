@@ -57,7 +57,8 @@ def partition_graph(
             stream with the fields of its nodes and edges. What is done to files is told in warnings, one for each note.
         folder: Folder of the store; it appears when it is complete.
         num_parts: Number of parts, one for each rank; or the memory of the devices, for as few parts as fit.
-        partitioner: A name, a class path, or an instance; by default ``chunk``, or ``libra`` for placement *edges*.
+        partitioner: A name, a class path, or an instance; by default ``chunk``; ``libra`` for placement *edges*,
+            ``hash`` for *columns*.
         notes: Notes of preprocessing on a ``Data``, for ``meta.json``.
         num_classes: Number of classes; by default that of ``source``.
         fingerprint: Identifies the graph; by default it is computed (:func:`pygdist.graph.fingerprint`).
@@ -65,7 +66,8 @@ def partition_graph(
         placement: *nodes*: a part knows the ids of its halo rows, and fetches them. *replicas*: it has their features
             and edges too, and can train on its own (CATGNN, Sec. 4.2). By default nodes for one hop, replicas for more.
             *edges*: each edge is in the part to which the partitioner, an :class:`EdgePartitioner`, assigns it, and a
-            node has a row in each of its parts (DistGNN, Sec. 5.1).
+            node has a row in each of its parts (DistGNN, Sec. 5.1). *columns*: as *nodes*, but a part has some columns
+            of the features of all nodes (P3, Sec. 3.1).
         overwrite: Replace a finished store that differs.
         progress: Shows every pass over the edges.
         **args: Arguments of the partitioner.
@@ -100,7 +102,8 @@ def partition_graph(
 
 def default_partitioner(placement: str) -> str:
     """Return the name of the partitioner that is used for a placement, if nobody names one."""
-    return "libra" if PLACEMENTS[placement].splits_nodes else "chunk"
+    content = PLACEMENTS[placement]
+    return "libra" if content.splits_nodes else "hash" if content.splits_features else "chunk"
 
 
 def _build(job: _Job, graph: GraphFiles | WholeGraph, folder: str | Path, place: Path) -> dict[str, Any]:

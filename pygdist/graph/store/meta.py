@@ -41,6 +41,13 @@ The placement *edges* (DistGNN, Sec. 5.1) gives each edge to one part, whoever o
                       ``send_has_out``: an out-edge
 ====================  =====================================================================================
 
+The placement *columns* (P3, Sec. 3.1) has the arrays of *nodes* without ``x``, and in its place:
+
+====================  =====================================================================================
+``columns``           ``(N, c)`` some columns of the features of all nodes, by global id: part p of P has the columns
+                      from ceil(F p / P) to ceil(F (p + 1) / P). float16 stays float16
+====================  =====================================================================================
+
 If nodes were renumbered, ``ids.npy`` beside the parts holds the original id of each node, int64 of shape ``(N,)``.
 If ids are names, line i + 1 of ``ids.txt`` (UTF-8) is the name of node i.
 

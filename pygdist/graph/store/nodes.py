@@ -40,6 +40,7 @@ class Placement:
         most_hops: Number of hops that halos can reach; ``None`` for any.
         has_surroundings: True if a part also has the features of its halo rows, and edges into them.
         splits_nodes: True if a part has some of the edges of a node, and other parts the others.
+        splits_features: True if a part has some columns of the features of all nodes, not all of its own nodes'.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Placement:
     most_hops: int | None = None
     has_surroundings: bool = False
     splits_nodes: bool = False
+    splits_features: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

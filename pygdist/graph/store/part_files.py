@@ -14,13 +14,14 @@ from numpy.typing import NDArray
 from pygdist.errors import InputError
 from pygdist.graph.check import EDGE_FIELDS, MASKS
 from pygdist.graph.sources.whole import WholeGraph
+from pygdist.graph.store.columns import COLUMNS
 from pygdist.graph.store.nodes import NODES, NodeParts, Placement
 from pygdist.graph.store.replicas import REPLICAS
 from pygdist.graph.store.vertex_cut import EDGES
 from pygdist.graph.streams.arrays import checksum, flush, forget_pages, write_rows
 from pygdist.memory.limits import refusal_of
 
-PLACEMENTS = {placement.name: placement for placement in (NODES, REPLICAS, EDGES)}
+PLACEMENTS = {placement.name: placement for placement in (NODES, REPLICAS, EDGES, COLUMNS)}
 """The contents that parts can have; the first one that reaches far enough is the default."""
 
 _MOST_HOPS = 1000  # no model has so many; each takes a pass over the parts, even when no row is new
@@ -153,6 +154,8 @@ def _write_fields(
     rows = dict.fromkeys(_NODE_FIELDS, owned) | dict.fromkeys(EDGE_FIELDS, e_id)
     if placement.has_surroundings:
         rows["x"] = n_id
+    if placement.splits_features:
+        del rows["x"]
     for name in (name for name in rows if name in fields):
         path, dtype = place / f"{name}.npy", dtypes.get(name)
         entry["files"][name] = write_rows(path, fields[name], rows[name], dtype=dtype)

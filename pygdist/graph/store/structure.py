@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pygdist.comm.slices import columns_of
 from pygdist.errors import InputError
 from pygdist.graph.check import EDGE_FIELDS, MASKS, check_fields
 from pygdist.graph.store.part_files import PLACEMENTS
@@ -31,7 +32,7 @@ _BLOCK = 1 << 22
 _NUMBERS = "bool uint8 int8 int16 int32 int64 float32 float64"
 _REQUIRED = ("n_id", "indptr", "src", "e_id", "send_index", "send_counts", "recv_counts", *MASKS)
 _READ = ("n_id", "indptr", "src", "e_id", "send_index", "edge_type")  # those of edges
-_OPTIONAL = ("x", "y", *EDGE_FIELDS, "in_degree")
+_OPTIONAL = ("x", "columns", "y", *EDGE_FIELDS, "in_degree")
 _OF_CLONES = ("has_in", "has_out", "send_has_in", "send_has_out")
 
 
@@ -125,9 +126,10 @@ def check_meta(meta: Mapping[str, Any], path: Path) -> None:
         placement = PLACEMENTS[meta["placement"]]
         if placement.splits_nodes:
             _check_entries(part, _SPLIT, path, inside)
+        fields = ("columns" if name == "x" and placement.splits_features else name for name in meta["dtypes"])
         needed = (
             *_REQUIRED,
-            *meta["dtypes"],
+            *fields,
             *(["in_degree"] if placement.has_surroundings else []),
             *(_OF_CLONES if placement.splits_nodes else []),
         )
@@ -191,7 +193,7 @@ def check_values(meta: Mapping[str, Any], part: int, folder: Path, *, largest: f
     Raises:
         InputError: Names the file, and the first wrong entry.
     """
-    fields = ("x", *EDGE_FIELDS, *(["y"] if meta["multi_label"] else []))  # classes belong to the structure
+    fields = ("x", "columns", *EDGE_FIELDS, *(["y"] if meta["multi_label"] else []))  # classes belong to the structure
     names = [name for name in fields if name in meta["parts"][part]["files"]]
     arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names}
     edges = next((len(arrays[name]) for name in EDGE_FIELDS if name in arrays), 0)
@@ -262,7 +264,7 @@ def _wrong_forms(arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, Any], pa
     num_edges = len(np.atleast_1d(arrays["src"])) if around else num_edges  # those of owned rows are counted
     num_targets = num_rows if around else num_owned
     plan = (meta["num_hops"], num_parts) if around else (num_parts,)
-    weighted = "edge_weight" in arrays
+    weighted, columns = "edge_weight" in arrays, columns_of(meta["num_features"], part, num_parts)
     labels = (num_owned, meta["num_classes"]) if meta["multi_label"] else (num_owned,)
     forms: dict[str, tuple[str, tuple[int | None, ...]]] = {
         "n_id": ("int64", (None,)),
@@ -273,6 +275,7 @@ def _wrong_forms(arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, Any], pa
         "send_counts": ("int64", plan),
         "recv_counts": ("int64", plan),
         "x": (_NUMBERS, (num_targets, meta["num_features"])),
+        "columns": (f"float16 {_NUMBERS}", (meta["num_nodes"], columns.stop - columns.start)),
         "y": ("float32 float64" if meta["multi_label"] else "int64", labels),
         **dict.fromkeys(MASKS, ("bool", (num_owned,))),
         "edge_weight": ("float32 float64", (num_edges,)),
