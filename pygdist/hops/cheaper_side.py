@@ -172,7 +172,7 @@ def _neighbours_first(
 
 def _gin(kept: Kept, layer: GINConv, forward: Forward, x: Any, edge_index: Tensor, size: Any = None) -> Tensor | None:
     """Multiply by the first weight of the layer's network, which is linear in the sum that it gets."""
-    parts, rows = _first_linear(layer.nn), _rows(x)
+    parts, rows = first_linear(layer.nn), _rows(x)
     if parts is None or not _product_is_cheaper(kept, layer, rows, parts[0].weight.size(0), None):
         return None
     first, rest = parts
@@ -181,7 +181,7 @@ def _gin(kept: Kept, layer: GINConv, forward: Forward, x: Any, edge_index: Tenso
     return forward(stand_in(layer, nn=rest), products, edge_index, size=size)
 
 
-def _first_linear(network: nn.Module) -> tuple[nn.Linear, Callable[[Tensor], Tensor]] | None:
+def first_linear(network: nn.Module) -> tuple[nn.Linear, Callable[[Tensor], Tensor]] | None:
     """Split a network into the linear module that it begins with, and the rest, which still adds that module's bias."""
     plain = type(network) in (nn.Sequential, MLP) and not hooked_module(network)
     modules: list[Any] = (
