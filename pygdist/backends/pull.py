@@ -8,41 +8,29 @@ its own.
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import math
-from collections.abc import Callable, Iterator
-from functools import partial
-from typing import Any, ClassVar, Literal, get_args
+from collections.abc import Callable
+from typing import Literal, get_args
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from typing_extensions import override
 
-from pygdist.backends.base import Abilities, names_of
-from pygdist.backends.passes.batch import BatchPass
-from pygdist.backends.passes.kinds import Lengths, kinds_of
-from pygdist.backends.passes.rehearsal import Call, ModelFacts, look_at
-from pygdist.backends.passes.rows import Rows
-from pygdist.backends.passes.sampled import SAMPLED_HOPS, SampledHops, SampledPass
-from pygdist.backends.recomputing.backend import RecomputingBackend
+from pygdist.backends.base import Abilities
+from pygdist.backends.sampling.backend import SampledBackend, values_by_id
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
-from pygdist.graph import Adjacency, Shard
-from pygdist.hops.arguments import each_tensor, edges_among, first_rows, tensors_of
+from pygdist.graph import Shard
 from pygdist.nn.inputs import edge_inputs
 from pygdist.sampler.base import MiniBatches
 from pygdist.sampler.hot_nodes import KeptAfterEpoch, hottest, out_degrees
 from pygdist.sampler.owners import NodeOwners, RemoteRows
 from pygdist.sampler.steps import Fields, Steps
 
-log = logging.getLogger(__name__)
-
 CacheBy = Literal["degree", "epoch"]
 _GIB = 2**30
 
 
-class PullBackend(RecomputingBackend):
+class PullBackend(SampledBackend):
     """Train on mini-batches sampled across ranks; pull the features of their nodes from the owners.
 
     Layers run on a batch as in plain PyG: norms over nodes take the statistics of the rank's own batch, as under PyG's
@@ -71,40 +59,22 @@ class PullBackend(RecomputingBackend):
         evaluates=False,
         reruns_layers=False,
     )
-    per_graph: ClassVar[tuple[str, ...]] = ("_num_seeds",)
-    _num_seeds: int | None = None  # of the batch that the model runs on
 
     def __init__(self, *, cache_gib: float = 0.0, cache_by: CacheBy = "degree") -> None:
-        super().__init__(None)
+        super().__init__()
         if not 0 <= cache_gib < math.inf:
             raise InputError(f"cache_gib is {cache_gib}, expected a finite number of GiB, 0 or more")
         if cache_by not in get_args(CacheBy):
             raise InputError(f"cache_by is '{cache_by}', expected one of {', '.join(get_args(CacheBy))}")
         self.cache_gib, self.cache_by = cache_gib, cache_by
 
-    # -- batches -------------------------------------------------------------------------------------------------------
-
+    @override
     def steps(self, shard: Shard, batches: MiniBatches | None, model: nn.Module, *, seed: int) -> Steps:
-        """Return the steps of an epoch; every rank makes the call. They travel on a process group of their own.
-
-        Args:
-            shard: This rank's part, on the CPU.
-            batches: The kind of batches.
-            model: The model, whose ``forward`` names the values of edges that it takes.
-            seed: Seed of all random numbers.
-
-        Raises:
-            InputError: On all ranks, if there are no batches, they do not cross parts, or there is nothing to learn.
-        """
-        if batches is None:
-            raise InputError(
-                "batches: backend 'pull' trains on mini-batches; set batches, for example NeighborBatches([25, 10], "
-                "batch_size=1000) with a number for each layer, or EdgeBatches for links"
-            )
+        batches = self.batches_of(batches)
         aside = self.communicator.apart(quiet=True)
         owners = NodeOwners.of(shard.owned_id, shard.num_nodes, aside)
         features = RemoteRows(shard.x, owners.row_of, shard.num_nodes, aside, label="features")
-        of_edges = {name: _by_id(getattr(shard, name), shard, aside, name) for name in edge_inputs(model, shard)}
+        of_edges = {name: values_by_id(getattr(shard, name), shard, aside, name) for name in edge_inputs(model, shard)}
         fields = Fields(owners, features, of_edges, aside, self._cached(features, shard, owners, aside))
         return batches.across_ranks(shard, fields, self.communicator, seed=seed)
 
@@ -122,137 +92,3 @@ class PullBackend(RecomputingBackend):
         ids = hottest(degree, count, owners, communicator)
         features.keep(ids, owners.owner_of(ids))
         return lambda: None
-
-    # -- a pass over a batch -------------------------------------------------------------------------------------------
-
-    @override
-    def model_inputs(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        edges = edges_among(model.forward, args, kwargs)
-        if any(one.csr() is self.shard.adjacency.csr() for one in edges):
-            raise InputError(
-                "backend 'pull' trains on mini-batches, but the model was called on the edges of a part: call it on "
-                f"batches of PullBackend.steps(), or use backend {names_of(lambda abilities: abilities.exact)}"
-            )
-        self.kept.forget()  # of the batch before
-        self._pass, self._num_seeds = self._over(args, kwargs), None
-        hops = edges[0].slot(SAMPLED_HOPS) if len(edges) == 1 else None
-        if hops is not None:
-            facts = self._facts_of(model, args, kwargs, edges[0], hops)
-            self._pass = self._over(args, kwargs) if facts is None else self._trimmed(edges[0], hops, facts)
-            self._num_seeds = hops.num_seeds
-        return args, kwargs
-
-    @override
-    def model_output(self, output: Any) -> Any:
-        num_rows, num_seeds = self.num_rows, self._num_seeds
-        output = super().model_output(output)
-        if num_seeds is None:
-            return output
-        return each_tensor(output, lambda out: first_rows(out, (num_rows,), num_seeds) if out.dim() else out)
-
-    def _over(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchPass:
-        """Return the pass in which layers compute all rows of a batch, as in PyG."""
-        rows = [one.size(0) for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one.dim()]
-        return BatchPass(rows[0] if rows else 0, None, in_weights=False, without_norm=lambda layer: None)
-
-    def _trimmed(self, adjacency: Adjacency, hops: SampledHops, facts: ModelFacts) -> SampledPass:
-        return SampledPass(hops, hops.rows(adjacency, len(facts.widths)), facts)
-
-    def _facts_of(
-        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], adjacency: Adjacency, hops: SampledHops
-    ) -> ModelFacts | None:
-        """Return the hops of a model if its layers need not compute all rows; ``None`` if they must.
-
-        Each rank decides alone, as nothing is exchanged in a pass.
-        """
-        entry = self._known(model)
-        lengths = Lengths(self.communicator.rank, sum(hops.num_nodes), adjacency.size(1))
-        key, kinds = kinds_of(model, args, kwargs, lengths, Communicator(), {})
-        if key not in entry.facts:
-            call = Call(model, args, kwargs, kinds)
-            with torch.inference_mode(False):
-                entry.facts[key] = self._tried(call, adjacency, hops)
-        return entry.facts[key]
-
-    def _tried(self, call: Call, adjacency: Adjacency, hops: SampledHops) -> ModelFacts | None:
-        """Run a model on its first batch with all rows and with those that are read; ``None`` if the seeds' differ."""
-        model = call.model
-        try:
-            facts = look_at(call, partial(self._rehearse, model), partial(self._attempt, model), lambda: None)
-            if not facts.widths:
-                return None
-            outs = []
-            for training, trims in ((True, True), (False, True), (False, False)):
-                over = self._trimmed(adjacency, hops, facts) if trims else self._over(call.args, call.kwargs)
-                with self._by_itself(model, over, training), _plainly(adjacency.device):
-                    outs.append(tensors_of(model.forward(*call.args, **call.kwargs)))
-        except Exception as error:  # whatever a model says where rows are missing
-            log.info("all rows of a batch are computed in each layer: %s: %s", type(error).__name__, error)
-            return None
-        _, trimmed, whole = ([one[: hops.num_seeds] for one in out] for out in outs)
-        alike = len(trimmed) == len(whole) and all(map(_are_close, trimmed, whole))
-        return facts if alike else None
-
-    @override
-    def _part_pass(self, rows: Rows, facts: ModelFacts, *, alone: bool = False) -> SampledPass:
-        return _Trial(SampledHops((rows.num_owned,)), rows, facts)
-
-    @override
-    def source_degrees(self, degree: Tensor, edge_weight: Tensor | None, loop_weight: float | None) -> Tensor | None:
-        running = self._running()
-        return running.source_degrees(edge_weight, loop_weight) if isinstance(running, SampledPass) else None
-
-    # -- no other rank takes part in a pass ----------------------------------------------------------------------------
-
-    @property
-    @override
-    def _alone(self) -> bool:
-        return True
-
-    @property
-    @override
-    def alone(self) -> bool:
-        return True
-
-    @property
-    @override
-    def num_nodes(self) -> int:
-        return self.num_rows
-
-    @override
-    def whole_degrees(self, degree: Tensor) -> Tensor:
-        return self._running().source_rows(degree)[: degree.size(0)]
-
-
-class _Trial(SampledPass):
-    """A pass over a few rows that stand for a neighbourhood: degrees are ones."""
-
-    @override
-    def source_degrees(self, edge_weight: Tensor | None, loop_weight: float | None) -> Tensor:
-        return torch.ones(self.num_sources, device=self.rows.adjacency.device)
-
-
-@contextlib.contextmanager
-def _plainly(device: torch.device) -> Iterator[None]:
-    """Compute without gradients, and without autocast, which rounds more than what is compared."""
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        yield
-
-
-def _are_close(one: Tensor, other: Tensor) -> bool:
-    """Tell if two results differ by rounding alone."""
-    if one.shape != other.shape:
-        return False
-    largest = max(1.0, float(other.abs().max())) if other.numel() else 1.0
-    return torch.allclose(one, other, rtol=0, atol=torch.finfo(other.dtype).eps ** 0.6 * largest, equal_nan=True)
-
-
-def _by_id(values: Tensor, shard: Shard, communicator: Communicator, name: str) -> RemoteRows:
-    """Return values of edges, to be fetched by the edges' global ids."""
-    order = shard.e_id.argsort()
-    ids = shard.e_id[order]
-    return RemoteRows(
-        values[order], lambda wanted: torch.searchsorted(ids, wanted), shard.num_edges, communicator, label=name
-    )

@@ -1,0 +1,1 @@
+"""Mini-batches that cross the parts of a graph."""
