@@ -61,6 +61,7 @@ class Transport:
         self._calls, self._digest, self._last = 0, 0, ""  # calls, a checksum of their labels, and the last
         self._at = ""
         self._apart: list[Transport] = []  # of the same ranks, closed with this one
+        self._users: list[Callable[[], None]] = []
         self.is_nccl = group is not None and dist.get_backend(group) == "nccl"
         if group is not None and self.is_nccl:
             # nccl wants every rank in the first call of a group; later pairs may then involve any two
@@ -96,6 +97,9 @@ class Transport:
 
     def close(self) -> None:
         """Destroy the process group, which was made for this communicator; every later exchange is refused."""
+        users, self._users = self._users, []
+        for end in users:
+            end()
         for one in self._apart:
             one.close()
         self.courier.close()
@@ -103,6 +107,10 @@ class Transport:
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
+
+    def before_close(self, end: Callable[[], None]) -> None:
+        """Have ``end`` called before the process group is destroyed: it ends threads that make exchanges."""
+        self._users.append(end)
 
     # -- what each exchange reports -------------------------------------------------------------------------------
 

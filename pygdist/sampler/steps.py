@@ -5,7 +5,6 @@ Sampling and fetching are exchanges, so all ranks make the same steps; a rank wi
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 
@@ -42,6 +41,7 @@ class Steps(ABC):
         self._num_examples = communicator.gather([float(num_examples)])[:, 0].long()
         self._num_steps = int(-(-self._num_examples.max() // batch_size))
         self._ahead: OneAhead[Data] | None = None
+        communicator.before_close(self.close)
 
     def __len__(self) -> int:
         """Return the number of steps of an epoch, the same on all ranks."""
@@ -70,27 +70,28 @@ class Steps(ABC):
 
     def epoch(self, number: int, first: int = 0) -> Iterator[Data]:
         """Iterate over the steps of an epoch from step ``first``; every rank does, and stops after as many."""
-        self.close(None)
+        self.close(None)  # the thread of an epoch that was cut
 
         def make(step: int) -> Data:
             if step == first:
                 self.begin_epoch()
             return self.make(number, step)
 
-        with contextlib.closing(OneAhead(make, range(first, len(self)))) as ahead:
-            self._ahead = ahead
+        ahead = self._ahead = OneAhead(make, range(first, len(self)))
+        try:
             for _ in range(first, len(self)):
                 self._communicator.begin_wait("next batch")
                 with self._communicator.meter.waiting(_CPU):
                     batch = ahead.take()
                 self._communicator.done()
                 yield batch
+        finally:
+            ahead.close(_END_S)
 
     def close(self, timeout_s: float | None = _END_S) -> None:
         """End the thread, if one runs."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            ahead.close(timeout_s)
+        if self._ahead is not None:
+            self._ahead.close(timeout_s)
 
 
 class NodeSteps(Steps):
