@@ -10,6 +10,7 @@ from pygdist.backends.delayed import DelayedBackend
 from pygdist.backends.hybrid import HybridBackend
 from pygdist.backends.planning.greedy import Costs
 from pygdist.backends.pull import PullBackend
+from pygdist.backends.pushpull import PushPullBackend
 from pygdist.backends.replica import ReplicaBackend
 from pygdist.backends.single import SingleBackend
 from pygdist.backends.tensor import TensorBackend
@@ -24,6 +25,7 @@ __all__ = [
     "DelayedBackend",
     "HybridBackend",
     "PullBackend",
+    "PushPullBackend",
     "ReplicaBackend",
     "Savings",
     "SingleBackend",

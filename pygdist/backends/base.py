@@ -47,6 +47,8 @@ class Abilities:
         trains_parts: Trains each part by itself. No row comes from another rank's model, so gradients or models must
             be averaged; a rank may have several parts, one after another.
         mini_batches: Trains on mini-batches too, drawn from the graph that its ``part_graph(shard)`` returns.
+        holds_columns: Ranks hold columns of the features, so :meth:`Backend.whole_first_layer` computes the first layer
+            in an evaluation.
         evaluates: Also validates, tests and predicts. If not, the model is evaluated on the whole graph instead, with
             rows fetched from their owners, unless the user switches that off.
         mixes_columns: Runs layers whose message or aggregation mixes the columns of a row.
@@ -63,6 +65,7 @@ class Abilities:
     distributed: bool = True
     trains_parts: bool = False
     mini_batches: bool = False
+    holds_columns: bool = False
     evaluates: bool = True
     mixes_columns: bool = True
     reruns_layers: bool = True
@@ -204,6 +207,36 @@ class Backend(ABC):
             >>> rows = {name: self.source_rows(x) for name, x in hop.sources.items()}
             >>> return hop.run(rows=rows, size=(self.shard.n_id.numel(), self.shard.num_owned))
         """
+
+    def look_at(self, model: nn.Module, batches: Any) -> None:  # noqa: B027 (a hook, as above)
+        """Called on all ranks before a model is trained or evaluated, when it is distributed and this is bound.
+
+        Args:
+            model: The model.
+            batches: The mini-batches that it will train on; ``None`` if there are none.
+
+        Raises:
+            InputError: On all ranks, if this backend cannot run the model.
+        """
+
+    def sit_out(self, sample: Any) -> Tensor | None:
+        """Called in place of a forward pass where a rank has no batch left, with its empty one.
+
+        Returns:
+            A zero whose backward pass takes part in what the other ranks do; ``None`` if they do nothing together.
+        """
+        return None
+
+    def whole_first_layer(self, layer: MessagePassing, shard: Shard, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the output of a model's first layer for owned nodes, if :attr:`Abilities.holds_columns`.
+
+        Args:
+            layer: The layer.
+            shard: This rank's part.
+            args: The layer's arguments after its rows.
+            kwargs: Its keyword arguments.
+        """
+        raise NotImplementedError
 
     def edge_updater(self, hop: Hop) -> Tensor | Deferred:
         """Run an ``edge_updater`` like :meth:`propagate`.

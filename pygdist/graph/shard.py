@@ -205,11 +205,21 @@ class Shard:
             mine, theirs = ((one.data_ptr(), one.dtype, one.shape[1:], one.stride()) for one in (value, whole))
             if mine == theirs:  # the field was not replaced
                 value = getattr(around, name)[: len(value)]
-        if value.stride() == (0, 0):  # one number for all
-            one: Tensor = value[:1, :1].to(to)
-            return one.expand_as(value)
-        converted: Tensor = value.to(to)
-        return converted
+        return converted(value, to)
+
+
+def is_unknown(x: Tensor) -> bool:
+    """Tell if rows are those of :func:`unknown_rows`, or a part of them."""
+    return x.dim() == 2 and x.stride() == (0, 0) and x.is_floating_point()
+
+
+def converted(value: Tensor, to: torch.device | torch.dtype) -> Tensor:
+    """Return a tensor on a device or in a type; unknown rows stay one number in memory."""
+    if is_unknown(value) and value.numel():
+        one: Tensor = value[:1, :1].to(to)
+        return one.expand_as(value)
+    result: Tensor = value.to(to)
+    return result
 
 
 def unknown_rows(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:

@@ -47,8 +47,8 @@ class InEdges:
         csr: The edges; columns are global ids.
         row_id: Global ids of the rows, ``(D,)`` int64.
         weight: Weights of the edges, ``(E,)``; ``None`` if the graph has none.
-        source_degree: In-degrees of the edges' sources, ``(E,)``, with weights if there are any, without self-loops;
-            by default sources have the in-edges that are here.
+        source_degree: In-degrees of the edges' sources as the layer counts them, ``(E,)``; by default sources have the
+            in-edges that are here.
     """
 
     csr: CSR
@@ -75,12 +75,15 @@ class Cut(NamedTuple):
         gather: Called with the layer, parameters by name, edges, and this rank's columns of all nodes ``(N, c)``;
             returns ``(D, c)`` for each weight.
         rest: Called with the layer and the sum of all ranks ``(D, H)``; returns the layer's output.
+        degrees: Called with the layer, edges and a type; returns the in-degrees of the rows as the layer counts them,
+            ``(D,)``. ``None`` if it asks for none of its sources.
     """
 
     weights: tuple[str, ...]
     others: tuple[str, ...]
     gather: Gather
     rest: Callable[[Any, Tensor], Tensor]
+    degrees: Callable[[Any, InEdges, torch.dtype], Tensor] | None = None
 
     def parameters(self, layer: nn.Module) -> dict[str, Tensor]:
         """Return the parameters that the part before the rest uses, by name."""
@@ -155,7 +158,7 @@ def _difference(layer: MessagePassing, cut: Cut) -> float:
 
 
 def _reduce_of(layer: MessagePassing) -> str | None:
-    return _REDUCES.get(type(layer.aggr_module))
+    return _REDUCES.get(own_class(layer.aggr_module))
 
 
 # -- the layers --------------------------------------------------------------------------------------------------------
@@ -168,35 +171,61 @@ def _gcn(layer: GCNConv) -> Cut | str:
     def gather(layer: GCNConv, _: Parameters, edges: InEdges, columns: Tensor) -> list[Tensor]:
         return [_normalised_sum(layer, edges, columns) if layer.normalize else spmm(edges.csr, columns, edges.weight)]
 
-    return Cut(("lin.weight",), (), gather, lambda layer, total: _plus(total, layer.lin.bias, layer.bias))
+    def rest(layer: GCNConv, total: Tensor) -> Tensor:
+        return _plus(total, layer.lin.bias, layer.bias)
+
+    return Cut(("lin.weight",), (), gather, rest, _gcn_degrees if layer.normalize else None)
 
 
 def _normalised_sum(layer: GCNConv, edges: InEdges, columns: Tensor) -> Tensor:
     """Sum rows as ``gcn_norm`` weighs them, with a self-loop at each node if the layer adds them."""
-    csr, fill = edges.csr, 2.0 if layer.improved and edges.weight is not None else 1.0  # PyG's, without weights
-    row, weight = csr.row_index().long(), edges.weight
-    weight = columns.new_ones(csr.num_entries) if weight is None else weight.to(columns.dtype)
-    loop_weight: Tensor | None = None
-    if layer.add_self_loops:  # those that exist give way to one with their weight
-        loop_weight, is_loop = columns.new_full((csr.num_rows,), fill), csr.index == edges.row_id[row]
-        loop_weight[row[is_loop]] = weight[is_loop]
-        weight = weight.masked_fill(is_loop, 0.0)
-    degree = torch.segment_reduce(weight, "sum", offsets=csr.indptr, initial=0)
-    if edges.source_degree is None:
-        degrees = columns.new_zeros(csr.num_cols)
-        degrees[edges.row_id] = degree
-        source_degree = degrees[csr.index]
-    else:
-        source_degree = edges.source_degree.to(columns.dtype)
-    if loop_weight is not None:
-        loops = columns.new_full((csr.num_cols,), fill)
-        loops[edges.row_id] = loop_weight
-        degree, source_degree = degree + loop_weight, source_degree + loops[csr.index]
-    scale, source_scale = (_inverse_root(one) for one in (degree, source_degree))
+    csr, row = edges.csr, edges.csr.row_index().long()
+    weight, loop_weight = _with_loops(layer, edges, columns.dtype)
+    degree = _gcn_degrees(layer, edges, columns.dtype)
+    source_degree = edges.source_degree
+    if source_degree is None:  # the other nodes of a sampled neighbourhood have no in-edge but the loop
+        fill = 0.0 if loop_weight is None else _fill(layer, edges)
+        source_degree = _at_sources(edges, degree, fill)
+    scale, source_scale = (_inverse_root(one.to(columns.dtype)) for one in (degree, source_degree))
     total = spmm(csr, columns, source_scale * weight * scale[row])
     if loop_weight is None:
         return total
     return total + columns[edges.row_id] * (scale * scale * loop_weight).unsqueeze(1)
+
+
+def _gcn_degrees(layer: GCNConv, edges: InEdges, dtype: torch.dtype) -> Tensor:
+    """In-degrees of rows, with weights and with the self-loops that the layer adds."""
+    weight, loop_weight = _with_loops(layer, edges, dtype)
+    degree = torch.segment_reduce(weight, "sum", offsets=edges.csr.indptr, initial=0)
+    return degree if loop_weight is None else degree + loop_weight
+
+
+def _fill(layer: GCNConv, edges: InEdges) -> float:
+    return 2.0 if layer.improved and edges.weight is not None else 1.0  # PyG's, without weights
+
+
+def _with_loops(layer: GCNConv, edges: InEdges, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Return the weights of edges, and those of the self-loops that are added, in whose place others have 0."""
+    csr, weight = edges.csr, edges.weight
+    weight = torch.ones(csr.num_entries, dtype=dtype) if weight is None else weight.to(dtype)
+    if not layer.add_self_loops:
+        return weight, None
+    row = csr.row_index().long()
+    is_loop = csr.index == edges.row_id[row]
+    loop_weight = weight.new_full((csr.num_rows,), _fill(layer, edges))
+    loop_weight[row[is_loop]] = weight[is_loop]  # a loop that exists keeps its weight
+    return weight.masked_fill(is_loop, 0.0), loop_weight
+
+
+def _at_sources(edges: InEdges, value: Tensor, other: float) -> Tensor:
+    """Look up values of rows at the sources of edges; ``other`` for sources that are no rows here."""
+    order = edges.row_id.argsort()
+    ids = edges.row_id[order]
+    if not ids.numel():
+        return value.new_full((edges.csr.num_entries,), other)
+    place = torch.searchsorted(ids, edges.csr.index.long()).clamp(max=ids.numel() - 1)
+    found = ids[place] == edges.csr.index
+    return torch.where(found, value[order[place]], other)
 
 
 def _inverse_root(degree: Tensor) -> Tensor:
@@ -217,7 +246,7 @@ def _graph(layer: GraphConv) -> Cut | str:
 def _neighbours_and_self(layer: Any, neighbours: str, root: str | None, *, weighted: bool) -> Cut | str:
     reduce = _reduce_of(layer)
     if reduce is None:
-        return f"aggregates by {type(layer.aggr_module).__name__}, expected a sum, mean or maximum"
+        return f"aggregates by {layer_name(layer.aggr_module)}, expected a sum, mean or maximum"
     lins = [name for name in (neighbours, root) if name is not None]
     if not all(is_linear(getattr(layer, name)) for name in lins):
         return "has other linear modules than PyG's"

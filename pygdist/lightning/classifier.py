@@ -136,7 +136,7 @@ class NodeClassifier(GraphModule):
         shard = batch.shard if isinstance(batch, PartBatch) else batch
         count = batch.num_in_step if isinstance(batch, PartBatch) else None
         if shard is None:
-            return self._idle(count)
+            return self._idle(count, batch.sample if isinstance(batch, PartBatch) else None)
         self.place(shard)
         if isinstance(batch, PartBatch) and batch.sample is not None:
             return self._learn_sample(shard, batch.sample, count)
@@ -217,7 +217,7 @@ class NodeClassifier(GraphModule):
             raise InputError(_UNLABELLED.format(stage))
         self._noted(each_tensor(out, lambda one: one.to(shard.x.device)), shard.y, mask, stage)
 
-    def _idle(self, num_in_step: int | None) -> Tensor:
+    def _idle(self, num_in_step: int | None, sample: Data | None) -> Tensor:
         """Return the loss of a rank that has nothing to train in a step; it takes part in all collective calls."""
         shard = self.shard
         assert shard.y is not None, "other ranks have labels"
@@ -230,8 +230,7 @@ class NodeClassifier(GraphModule):
             0.0,
         )
         self._in_step(0.0, num_in_step)
-        # it depends on every parameter, as DDP sends all gradients in each step
-        return torch.stack([parameter.sum() * 0 for parameter in self.parameters() if parameter.requires_grad]).sum()
+        return self.idle_loss(sample)
 
     def _noted(
         self, out: Any, y: Tensor, mask: Tensor, stage: Stage, weight: Tensor | None = None

@@ -19,6 +19,7 @@ from pygdist.backends.base import names_of
 from pygdist.errors import InputError
 from pygdist.graph import Shard, fingerprint, hold_out, load_graph, prepare, read_meta, store_key
 from pygdist.graph.check import EDGE_FIELDS
+from pygdist.graph.shard import converted
 from pygdist.graph.sources.prepare import tell
 from pygdist.graph.surroundings import floats_unlike
 from pygdist.lightning.checks import RESERVE, check_graph_options, check_splits, expanded, left_unused, read_only_folder
@@ -435,9 +436,9 @@ class GraphDataModule(pl.LightningDataModule):
         if not isinstance(batch, PartBatch):
             return self.here(batch)
         if batch.sample is not None:  # open_part() has moved the part
-            dtype, sample = self._model_dtype(), batch.sample.to(device)
+            dtype, sample = self._model_dtype(), batch.sample.apply(lambda value: converted(value, device))
             floats = floats_unlike(sample, ("x", *EDGE_FIELDS, "edge_norm"), dtype)
-            batch.sample = sample.update({name: value.to(dtype) for name, value in floats.items()})
+            batch.sample = sample.update({name: converted(value, dtype) for name, value in floats.items()})
         return batch
 
     def _model_dtype(self) -> torch.dtype:

@@ -14,11 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
-from pygdist.backends import CommBackend, Savings
+from pygdist.backends import Backend, CommBackend, Savings
 from pygdist.comm import Communicator, PartCommunicator, run_parts
 from pygdist.graph import Shard
+from pygdist.graph.shard import is_unknown
 from pygdist.hops.arguments import each_tensor
 from pygdist.memory.overflow import in_file, writable
 from pygdist.memory.scratch import ScratchFolder
@@ -37,16 +39,26 @@ class WholeGraphEvaluation:
     """
 
     def __init__(
-        self, model: nn.Module, communicator: Communicator, savings: Savings, *, in_turns: bool, check: bool
+        self,
+        model: nn.Module,
+        communicator: Communicator,
+        savings: Savings,
+        trained_by: Backend,
+        *,
+        in_turns: bool,
+        check: bool,
     ) -> None:
         self._communicator, self.in_turns = communicator, in_turns
-        self._backend = _WholeHops() if in_turns else CommBackend()
+        holds_columns = trained_by.abilities.holds_columns
+        self._backend = _WholeHops() if in_turns else _AfterFirst(trained_by) if holds_columns else CommBackend()
         shared = {id(value): value for value in (*model.parameters(), *model.buffers())}
         self.model = undistribute(copy.deepcopy(model, shared)).eval()
         if in_turns:  # each part is passed once
             savings = replace(savings, first_hop=False)
         # parts that run in turns run forward alone
-        distribute(self.model, backend=self._backend, savings=savings, check=check and not in_turns)
+        distribute(
+            self.model, backend=self._backend, savings=savings, check=check and not in_turns and not holds_columns
+        )
         self._contents = _contents(model)
         self._bound: Shard | None = None
         self._folder: ScratchFolder | None = None
@@ -119,3 +131,22 @@ class _WholeHops(CommBackend):
     @override
     def halo_rows(self, x: Tensor, *, label: str) -> Tensor:
         return self.communicator.exchange_rows(x, self.shard.plan, label=label)
+
+
+class _AfterFirst(CommBackend):
+    """Runs all layers but the first, which the backend that trains the model computes from columns of the features."""
+
+    name = ""
+
+    def __init__(self, trained_by: Backend) -> None:
+        super().__init__()
+        self._trained_by = trained_by
+        self.abilities = replace(self.abilities, placement=trained_by.abilities.placement)
+
+    @override
+    def run_layer(
+        self, layer: MessagePassing, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        if args and isinstance(args[0], Tensor) and is_unknown(args[0]):
+            return self._trained_by.whole_first_layer(layer, self.shard, *args[1:], **kwargs)
+        return super().run_layer(layer, forward, args, kwargs)

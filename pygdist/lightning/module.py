@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
+from torch_geometric.data import Data
 from torchmetrics import MeanMetric
 from typing_extensions import override
 
@@ -100,6 +101,7 @@ class GraphModule(pl.LightningModule):
         lasts = len(data.parts) == 1 and data.batches is None
         savings = self.savings if lasts else replace(self.savings, first_hop=False, first_hop_mib=None)
         distribute(self.model, backend=self.backend, savings=savings, check=self.check)
+        self.backend.look_at(self.model, data.batches)
 
     def _take_off(self) -> None:
         """Put the model back as it was before :meth:`setup`."""
@@ -200,7 +202,7 @@ class GraphModule(pl.LightningModule):
             # training on parts was checked; mini-batches are graphs of their own
             check = self.check and data.batches is not None
             self._kept_evaluation = WholeGraphEvaluation(
-                self.model, self.communicator, self.savings, in_turns=in_turns, check=check
+                self.model, self.communicator, self.savings, self.backend, in_turns=in_turns, check=check
             )
         self._evaluation = self._kept_evaluation
         with torch.inference_mode(False):
@@ -273,6 +275,17 @@ class GraphModule(pl.LightningModule):
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
+
+    def idle_loss(self, sample: Data | None) -> Tensor:
+        """Return the loss of a rank that has nothing to train in a step: zero, but it takes part in all exchanges.
+
+        ``sample`` is its empty mini-batch, if batches are sampled across ranks.
+        """
+        # it depends on every parameter, as DDP sends all gradients in each step
+        terms = [parameter.sum() * 0 for parameter in self.parameters() if parameter.requires_grad]
+        if sample is not None and (term := self.backend.sit_out(sample)) is not None:
+            terms.append(term)
+        return torch.stack(terms).sum()
 
     def scaled(self, total: Tensor, count: float, count_here: float) -> Tensor:
         """Return the loss of this rank's step from its summed terms and their number on all ranks and on this one.

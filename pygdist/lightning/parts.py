@@ -27,7 +27,7 @@ from pygdist.sampler.steps import Steps
 
 
 class PartBatch:
-    """The input of one step: a part by its number, a mini-batch of it (``sample``), or nothing.
+    """The input of one step: a part by its number, a mini-batch of it (``sample``), or nothing, or an empty mini-batch.
 
     ``open_part`` returns a part, and may free the one before. ``num_in_step`` is the number of labelled training nodes
     of all ranks in the step, if it is known without an exchange, on all ranks alike.
@@ -219,7 +219,7 @@ class StepLoader(Resumable):
             if sample.batch_size:
                 yield PartBatch(self._part, self._open, sample, num_in_step=count)
             else:
-                yield PartBatch(num_in_step=count)
+                yield PartBatch(sample=sample, num_in_step=count)
 
     def close(self) -> None:
         """End the thread that makes batches."""
@@ -267,6 +267,7 @@ def sampled_graph(sample: Data) -> tuple[Data, Adjacency]:
         edge_norm = EdgeNorm.of(norm, adjacency.csr(), edge_weight=weight, in_degree=in_degree, n_id=n_id)
         fields["edge_weight"] = adjacency.slot(EDGE_NORM, lambda: edge_norm).passed
     if "num_sampled_nodes" in sample:
-        hops = SampledHops(tuple(sample.num_sampled_nodes), fields.get("edge_weight"))
+        blocks = tuple(sample.get("blocks", ()))
+        hops = SampledHops(tuple(sample.num_sampled_nodes), fields.get("edge_weight"), blocks)
         adjacency.slot(SAMPLED_HOPS, lambda: hops)
     return graph.update(fields), adjacency

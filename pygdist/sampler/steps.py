@@ -142,7 +142,7 @@ class Fields:
 
     Args:
         owners: The owners of nodes.
-        features: Rows of nodes.
+        features: Rows of nodes; ``None`` if batches have none.
         of_edges: Values of edges by their global ids, at the owners of their destinations.
         aside: The ranks, on a process group for the thread that makes batches.
         begin_epoch: Called by all ranks before an epoch.
@@ -151,7 +151,7 @@ class Fields:
     def __init__(
         self,
         owners: NodeOwners,
-        features: RemoteRows,
+        features: RemoteRows | None,
         of_edges: Mapping[str, RemoteRows],
         aside: Communicator,
         begin_epoch: Callable[[], None] = lambda: None,
@@ -167,7 +167,8 @@ class Fields:
     def add(self, batch: Data, sampled: Sampled) -> None:
         """Add ``x`` and the values of edges to a batch; every rank makes the call."""
         owner = self.owners.owner_of(sampled.node)
-        batch.x = self._features.fetch(sampled.node, owner)
+        if self._features is not None:
+            batch.x = self._features.fetch(sampled.node, owner)
         for name, rows in self._of_edges.items():
             batch[name] = rows.fetch(sampled.edge, owner[sampled.target])
 

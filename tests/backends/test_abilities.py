@@ -7,8 +7,8 @@ from pygdist.backends.base import names_of
 
 
 def test_names_are_those_of_the_backends_that_can() -> None:
-    assert names_of(lambda abilities: abilities.mini_batches) == "pull or replica"
-    assert names_of(lambda abilities: abilities.placement == "columns") == ""
+    assert names_of(lambda abilities: abilities.mini_batches) == "pull, pushpull or replica"
+    assert names_of(lambda abilities: abilities.placement == "columns") == "pushpull"
     every = names_of(lambda abilities: True).replace(" or ", ", ").split(", ")
     assert every == [name for name in backends if name != "single"]
     assert " or " in names_of(lambda abilities: abilities.exact)

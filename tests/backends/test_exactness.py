@@ -95,8 +95,8 @@ def test_every_layer_equals_one_process_at_any_depth(
 
 
 def test_every_backend_is_in_the_suite() -> None:
-    """An approximate one in its limit case; ``pull``, whose passes are over batches, in ``lightning/test_pull.py``."""
-    assert {"single", "pull", *DEEP} >= set(backends)
+    """An approximate one in its limit case; those of batches in ``tests/lightning``."""
+    assert {"single", "pull", "pushpull", *DEEP} >= set(backends)
 
 
 def test_every_layer_class_of_pyg_is_in_the_suite_or_refused_by_name() -> None:

@@ -47,7 +47,7 @@ def test_what_is_fixed_travels_once(pool: RankPool, tmp_path: Any) -> None:
 
 def test_a_model_that_was_changed_is_copied_anew() -> None:
     net = distribute(GCN(4, 8, 2, out_channels=3, dropout=0.5, norm="batch_norm"), backend=ReplicaBackend())
-    made = WholeGraphEvaluation(net, Communicator(), Savings(), in_turns=False, check=False)
+    made = WholeGraphEvaluation(net, Communicator(), Savings(), ReplicaBackend(), in_turns=False, check=False)
     with torch.no_grad():
         net.convs[0].lin.weight.mul_(2)
     net.eval()

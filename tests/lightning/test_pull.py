@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,11 @@ def on_ranks(
     return {key: value.clone() for key, value in net.state_dict().items()}, history.epochs, module_data.shard.owned_id
 
 
-def on_one_process(name: str, data: Data, owned: list[Tensor]) -> tuple[dict[str, Tensor], list[float]]:
+def on_one_process(
+    make: Callable[[], torch.nn.Module], data: Data, owned: list[Tensor]
+) -> tuple[dict[str, Tensor], list[float]]:
     """Train plain PyG: in each step the batches of all ranks, and one optimiser step on the mean over their nodes."""
-    net = model(name).double()
+    net = make().double()
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01, weight_decay=5e-4)
     csr = CSR.from_coo(data.edge_index[1], data.edge_index[0], num_rows=160, num_cols=160)
     seeds = [nodes[data.train_mask[nodes]] for nodes in owned]
@@ -109,14 +112,10 @@ def on_one_process(name: str, data: Data, owned: list[Tensor]) -> tuple[dict[str
                 if not chosen.numel():
                     continue
                 batch = _native.sample(csr, chosen, FAN_OUT, replace=False, seed=SEED, epoch=epoch)
-                values = {"edge_weight": data.edge_weight[batch.edge], "edge_attr": data.edge_attr[batch.edge]}
-                edges = torch.stack([batch.source, batch.target])
-                if name in ("GraphSAGE", "norm", "GIN"):
-                    values = {}
-                elif name != "weighted":
-                    del values["edge_attr" if name == "GCN" else "edge_weight"]
-                    values = {} if name == "GAT" else values
-                out = net(data.x[batch.node], edges, **values)[: chosen.numel()]
+                sample = Data(
+                    x=data.x[batch.node], edge_weight=data.edge_weight[batch.edge], edge_attr=data.edge_attr[batch.edge]
+                )
+                out = outputs_of(net, sample, torch.stack([batch.source, batch.target]))[: chosen.numel()]
                 total = total + cross_entropy(out, data.y[chosen], reduction="sum")
                 count += chosen.numel()
             optimizer.zero_grad()
@@ -139,7 +138,7 @@ def test_ranks_train_as_one_process_on_the_same_batches(
 ) -> None:
     data = graph()
     results = pool.run(on_ranks, world_size, str(tmp_path), name, data, "hash", {})
-    expected, losses = on_one_process(name, data, [owned for _, _, owned in results])
+    expected, losses = on_one_process(lambda: model(name), data, [owned for _, _, owned in results])
     for found, history, _ in results:
         assert_close(found, expected)
         assert [epoch["train_loss"] for epoch in history] == pytest.approx(losses, rel=1e-10)
@@ -151,7 +150,7 @@ def test_a_cache_and_ranks_without_training_nodes_change_nothing(
 ) -> None:
     data = graph(one_sided=True)
     results = pool.run(on_ranks, 3, str(tmp_path), "GCN", data, "chunk", options)
-    expected, losses = on_one_process("GCN", data, [owned for _, _, owned in results])
+    expected, losses = on_one_process(lambda: model("GCN"), data, [owned for _, _, owned in results])
     assert sorted(int(data.train_mask[owned].sum()) for _, _, owned in results)[0] == 0
     for found, history, _ in results:
         assert_close(found, expected)

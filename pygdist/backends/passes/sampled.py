@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
+from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
 from pygdist.backends.passes.edge_norm import in_degree_facts, in_degrees
@@ -21,6 +22,8 @@ from pygdist.backends.passes.rows import Rows
 from pygdist.comm import Communicator
 from pygdist.graph import Adjacency
 from pygdist.graph.adjacency import Slot
+from pygdist.hops.arguments import with_rows
+from pygdist.hops.first_layer import InEdges
 
 
 class AllRowsNeededError(Exception):
@@ -34,10 +37,12 @@ class SampledHops:
     Attributes:
         num_nodes: Number of seeds, then of the nodes that each hop adds.
         edge_weight: Weights of its edges in the order of the adjacency; ``None`` if they have none.
+        blocks: The edges of all ranks' batches, by rank, where all compute the first layer together.
     """
 
     num_nodes: tuple[int, ...]
     edge_weight: Tensor | None = None
+    blocks: tuple[InEdges, ...] = ()
 
     @property
     def num_seeds(self) -> int:
@@ -72,6 +77,19 @@ class SampledPass(PartPass):
         super().__init__(rows, facts, Communicator(), None, alone=True)
         self._sampled = hops
         self._degrees: Tensor | None = None
+
+    @property
+    def blocks(self) -> list[InEdges]:
+        """The edges of all ranks' batches, by rank."""
+        return list(self._sampled.blocks)
+
+    def placed(self, layer: MessagePassing, out: Tensor) -> Tensor:
+        """Count the hops of a layer that was computed elsewhere, and return its output for the rows of this pass."""
+        self.begin_module(layer)
+        self._hops += self.facts.hops_of.get(id(layer), 1)
+        if self.facts.shrinks:
+            return out[: self._computed(self._hops)]
+        return with_rows(layer, out, (out.size(0),), self.rows.num_rows)
 
     @override
     def source_rows(self, x: Tensor) -> NoReturn:

@@ -1,0 +1,248 @@
+"""``pushpull`` trains as one process would on the batches of all ranks, and no feature travels."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+from torch_geometric import nn
+from torch_geometric.data import Data
+
+from pygdist import GraphDataModule, InputError, NodeClassifier
+from pygdist.kernels import CSR
+from pygdist.nn.inputs import outputs_of
+from pygdist.sampler import NeighborBatches, _native
+from pygdist.sampler.epoch import ShuffledOrder
+from pygdist.testing import RankPool
+from tests.kernels.oracle import needs_library
+from tests.lightning import runs
+from tests.lightning.test_pull import EPOCHS, FAN_OUT, SEED, assert_close, graph, on_one_process
+
+pytestmark = needs_library
+
+
+def narrow(width: int, **options: Any) -> Data:
+    data = graph(**options)
+    data.x = data.x[:, :width].contiguous()
+    return data
+
+
+class Weighted(torch.nn.Module):
+    """Takes weights of edges, and in its second layer attributes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.GCNConv(width, 8), nn.GATv2Conv(8, 4, edge_dim=3)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor, edge_attr: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x, edge_index, edge_weight).relu(), edge_index, edge_attr)
+        return out
+
+
+def model(name: str, width: int = 12) -> torch.nn.Module:
+    torch.manual_seed(7)
+    if name == "weighted":
+        return Weighted(width)
+    if name == "max":
+        return nn.GraphSAGE(width, 8, num_layers=2, out_channels=4, aggr="max")
+    if name == "eps":
+        return nn.GIN(width, 8, num_layers=2, out_channels=4, train_eps=True)
+    if name == "jk":
+        return nn.GraphSAGE(width, 8, num_layers=2, out_channels=4, jk="cat")
+    if name == "graph-conv":
+        return nn.Sequential(
+            "x, edge_index",
+            [
+                (nn.GraphConv(width, 8), "x, edge_index -> x"),
+                torch.nn.ReLU(),
+                (nn.GraphConv(8, 4), "x, edge_index -> x"),
+            ],
+        )
+    net: torch.nn.Module = getattr(nn, name)(width, 8, num_layers=2, out_channels=4)
+    return net
+
+
+def on_ranks(
+    rank: int, world_size: int, folder: str, name: str, data: Data, partitioner: str, **options: Any
+) -> tuple[dict[str, Tensor], list[dict[str, float]], Tensor, dict[str, int]]:
+    """Train on the ranks of a pool; the parameters, what was logged, this rank's nodes, and bytes by label."""
+    net, history, sent = model(name, data.num_features), runs.History(), dict[str, int]()
+
+    class Meter(pl.Callback):
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            sent.update(module.communicator.meter.read().bytes_by_label)
+
+    module_data = GraphDataModule(
+        data, partitioner=partitioner, batches=NeighborBatches(FAN_OUT, batch_size=13), batch_seed=SEED,
+        cache_dir=Path(folder) / "cache",
+    )  # fmt: skip
+    trainer = runs.trainer(rank, world_size, folder, max_epochs=EPOCHS, callbacks=[history, Meter()], **options)
+    trainer.fit(NodeClassifier(net, backend="pushpull"), datamodule=module_data)
+    assert not [one for one in threading.enumerate() if one.name == "pygdist-batches"]
+    state = {key: value.clone() for key, value in net.state_dict().items()}
+    return state, history.epochs, module_data.shard.owned_id, sent
+
+
+@pytest.mark.parametrize("name", ["GCN", "GraphSAGE", "max", "GIN", "eps", "graph-conv", "weighted", "jk"])
+@pytest.mark.parametrize(("world_size", "width"), [(1, 12), (2, 7), (3, 2), (4, 12)])
+def test_exact(name: str, world_size: int, width: int, pool: RankPool, tmp_path: Path) -> None:
+    """With fewer columns than ranks too."""
+    data = narrow(width)
+    results = pool.run(on_ranks, world_size, str(tmp_path), name, data, "hash")
+    expected, losses = on_one_process(lambda: model(name, width), data, [owned for _, _, owned, _ in results])
+    for found, history, *_ in results:
+        assert_close(found, expected)
+        assert [epoch["train_loss"] for epoch in history] == pytest.approx(losses, rel=1e-10)
+
+
+@pytest.mark.parametrize("name", ["GCN", "weighted"])
+def test_exact_where_a_rank_has_no_training_node(name: str, pool: RankPool, tmp_path: Path) -> None:
+    data = narrow(7, one_sided=True)
+    results = pool.run(on_ranks, 3, str(tmp_path), name, data, "chunk")
+    expected, _ = on_one_process(lambda: model(name, 7), data, [owned for _, _, owned, _ in results])
+    assert min(int(data.train_mask[owned].sum()) for _, _, owned, _ in results) == 0
+    for found, *_ in results:
+        assert_close(found, expected)
+
+
+def test_bytes_are_counted_to_the_byte_and_no_feature_travels(pool: RankPool, tmp_path: Path) -> None:
+    """Per label, in the epochs of a run: structure 4 (E + 2 R) + 64, sums and gradients D H b, to each other rank."""
+    data, world_size = narrow(7), 3
+    results = pool.run(_without_validation, world_size, str(tmp_path), "GraphSAGE", data, "hash")
+    sizes = _sampled_sizes(data, [owned for _, _, owned, _ in results], epochs=EPOCHS)
+    for rank, (_, _, _, sent) in enumerate(results):
+        mine, others = sizes[rank], [size for other, size in enumerate(sizes) if other != rank]
+        peers = world_size - 1
+        assert sent["push, sizes"] == peers * 64 * len(mine)
+        assert sent["push, structure"] == peers * sum(4 * (edges + 2 * rows) for rows, edges in mine)
+        assert sent["push, gradients"] == peers * sum(rows * 8 * 8 for rows, _ in mine)
+        assert sent["pull, sums"] == sum(rows * 8 * 8 for other in others for rows, _ in other)
+        assert not [label for label in sent if "features" in label]
+
+
+def _without_validation(*args: Any) -> Any:
+    return on_ranks(*args, limit_val_batches=0)
+
+
+def _sampled_sizes(data: Data, owned: list[Tensor], *, epochs: int) -> list[list[tuple[int, int]]]:
+    """For each rank and step, the rows with in-edges and the edges of its batch, as one process samples it."""
+    csr = CSR.from_coo(data.edge_index[1], data.edge_index[0], num_rows=160, num_cols=160)
+    seeds = [nodes[data.train_mask[nodes]] for nodes in owned]
+    steps = max(-(-one.numel() // 13) for one in seeds)
+    sizes: list[list[tuple[int, int]]] = [[] for _ in owned]
+    for epoch in range(epochs):
+        for found, nodes in zip(sizes, seeds, strict=True):
+            order = ShuffledOrder(nodes.numel(), SEED, shuffle=True).of(epoch)
+            for step in range(steps):
+                chosen = nodes[order[step * nodes.numel() // steps : (step + 1) * nodes.numel() // steps]]
+                batch = _native.sample(csr, chosen, FAN_OUT, replace=False, seed=SEED, epoch=epoch)
+                found.append((sum(batch.num_nodes[:-1]), sum(batch.num_edges)))
+    return sizes
+
+
+def _evaluated(rank: int, world_size: int, folder: str, name: str) -> tuple[Tensor, Tensor]:
+    data = narrow(7)
+    module_data = GraphDataModule(
+        data, partitioner="hash", batches=NeighborBatches(FAN_OUT, batch_size=13), cache_dir=Path(folder) / "cache"
+    )
+    trainer = runs.trainer(rank, world_size, folder, max_epochs=1, limit_train_batches=2)
+    module = NodeClassifier(model(name, 7), backend="pushpull")
+    trainer.fit(module, datamodule=module_data)
+    trainer.save_checkpoint(f"{folder}/{name}.ckpt")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pygdist.backends.sampling.whole._ROWS", 11)
+        (ids, out), *_ = trainer.predict(module, datamodule=module_data)
+    return ids, out
+
+
+@pytest.mark.parametrize("name", ["GCN", "weighted", "max", "eps"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_evaluation_is_that_of_the_whole_graph(name: str, world_size: int, pool: RankPool, tmp_path: Path) -> None:
+    """The checkpoint loads into the plain model; 11 rows of the first layer are computed at a time."""
+    results = pool.run(_evaluated, world_size, str(tmp_path), name)
+    data, plain = narrow(7), model(name, 7).double().eval()
+    checkpoint = torch.load(tmp_path / f"{name}.ckpt", weights_only=True)
+    plain.load_state_dict({key.removeprefix("model."): one for key, one in checkpoint["state_dict"].items()})
+    with torch.no_grad():
+        expected = outputs_of(plain, data, data.edge_index)
+    for ids, out in results:
+        torch.testing.assert_close(out, expected[ids], rtol=1e-10, atol=1e-10)
+    assert sorted(torch.cat([ids for ids, _ in results]).tolist()) == list(range(160))
+
+
+class _Skips(torch.nn.Module):
+    """Reads the features twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.skip = nn.SAGEConv(12, 8), nn.SAGEConv(8, 4), torch.nn.Linear(12, 4)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x, edge_index).relu(), edge_index) + self.skip(x)
+        return out
+
+
+class _Doubled(_Skips):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x, edge_index) + self.first(x, edge_index), edge_index)
+        return out
+
+
+class _Two(_Skips):
+    def __init__(self) -> None:
+        super().__init__()
+        self.skip = nn.SAGEConv(12, 8)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x, edge_index) + self.skip(x, edge_index), edge_index)
+        return out
+
+
+class _Encoded(_Skips):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x.relu(), edge_index).relu(), edge_index)
+        return out
+
+
+class _OfEdges(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.GCNConv(12, 4)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
+        out: Tensor = self.first(x, edge_index, edge_attr.sum(dim=1))
+        return out
+
+
+REFUSED = {
+    "skips": (_Skips, "_Skips reads the features elsewhere than in its first layer"),
+    "two": (_Two, "SAGEConv and SAGEConv both get the features"),
+    "encoded": (_Encoded, "_Encoded reads the features elsewhere"),
+    "attention": (lambda: nn.GAT(12, 8, num_layers=2, out_channels=4), "GATConv is none of the layers"),
+    "lstm": (lambda: nn.GraphSAGE(12, 8, num_layers=2, out_channels=4, aggr="lstm"), "aggregates by LSTMAggregation"),
+    "norm": (lambda: nn.GCN(12, 8, num_layers=2, out_channels=4, norm="batch_norm"), "looks at all nodes of a batch"),
+    "hops": (lambda: nn.GCN(12, 8, num_layers=3, out_channels=4), "fan_out has 2 numbers, but GCN makes 3 hops"),
+}
+
+
+def _refused(rank: int, world_size: int, folder: str, name: str) -> str:
+    torch.manual_seed(7)
+    data = GraphDataModule(
+        narrow(12), batches=NeighborBatches(FAN_OUT, batch_size=13), cache_dir=Path(folder) / "cache"
+    )
+    trainer = runs.trainer(rank, world_size, folder, max_epochs=1)
+    with pytest.raises(InputError) as refused:
+        trainer.fit(NodeClassifier(REFUSED[name][0](), backend="pushpull"), datamodule=data)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_that_are_not_cut_are_refused_on_all_ranks(name: str, pool: RankPool, tmp_path: Path) -> None:
+    for text in pool.run(_refused, 2, str(tmp_path), name):
+        assert REFUSED[name][1] in text
+        assert "use backend pull" in text or name == "hops"
