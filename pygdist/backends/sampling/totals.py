@@ -14,14 +14,14 @@ No feature travels, and no product of them before it has the width H. Ranks that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from pygdist.comm import Communicator
+from pygdist.comm import Communicator, Transfer
 from pygdist.comm.derivatives import once_differentiable
 from pygdist.comm.slices import columns_of
 from pygdist.hops.first_layer import Cut, InEdges
@@ -36,12 +36,20 @@ class FirstLayer:
         columns: This rank's columns of all nodes, ``(N, c)``.
         width: Columns of all ranks.
         communicator: The ranks.
+
+    Attributes:
+        has_columns: For each rank, True if it holds any column.
     """
 
     def __init__(self, layer: nn.Module, cut: Cut, columns: Tensor, width: int, communicator: Communicator) -> None:
-        self.layer, self.cut, self._columns, self._communicator = layer, cut, columns, communicator
+        self.layer, self.cut, self._columns, self.communicator = layer, cut, columns, communicator
         slices = [columns_of(width, rank, communicator.world_size) for rank in range(communicator.world_size)]
-        self._mine, self._has_columns = slices[communicator.rank], [one.start < one.stop for one in slices]
+        self._mine, self.has_columns = slices[communicator.rank], [one.start < one.stop for one in slices]
+
+    def terms(self, blocks: Sequence[InEdges], parameters: Mapping[str, Tensor]) -> list[Tensor]:
+        """Return this rank's term for each batch, ``(D_q, H)``; in full precision, as they are summed."""
+        with torch.autocast(self._columns.device.type, enabled=False):
+            return [self.cut.partial(self.layer, parameters, block, self._columns, self._mine) for block in blocks]
 
     def total(self, blocks: Sequence[InEdges]) -> Tensor:
         """Return the sum of all ranks' terms for this rank's rows, ``(D, H)``; every rank makes the call.
@@ -52,67 +60,116 @@ class FirstLayer:
         Args:
             blocks: The edges of all ranks' batches, by rank.
         """
-        parameters = self.cut.parameters(self.layer)
-        out: Tensor = _Total.apply(self, list(blocks), *parameters.values())  # type: ignore[no-untyped-call]
+        out: Tensor = _Total.apply(Flight(self, blocks), *self.parameters)  # type: ignore[no-untyped-call]
         return out
 
-    def terms(self, blocks: Sequence[InEdges], parameters: dict[str, Tensor]) -> list[Tensor]:
-        """Return this rank's term for each batch, ``(D_q, H)``; in full precision, as they are summed."""
-        with torch.autocast(self._columns.device.type, enabled=False):
-            return [self.cut.partial(self.layer, parameters, block, self._columns, self._mine) for block in blocks]
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters that meet columns, in the order of :meth:`Flight.gradients`."""
+        return list(self.cut.parameters(self.layer).values())
 
-    def summed(self, terms: Sequence[Tensor]) -> Tensor:
-        """Send each rank its term; return the sum of those of this rank's batch."""
-        mine, rank = terms[self._communicator.rank], self._communicator.rank
-        incoming = [mine.new_empty(mine.shape if has else (0, *mine.shape[1:])) for has in self._has_columns]
-        here = self._has_columns[rank]
-        outgoing = [one.contiguous() if here else one[:0] for one in terms]
-        self._communicator.send_and_receive(outgoing, incoming, "pull, sums")
-        incoming[rank] = mine
-        total: Tensor | None = None
-        for one, has in zip(incoming, self._has_columns, strict=True):
-            if has:
-                total = one if total is None else total + one
-        return mine if total is None else total
 
-    def spread(self, gradient: Tensor, terms: Sequence[Tensor]) -> list[Tensor]:
-        """Send the gradient of this rank's sum to all; return those of all batches, by rank."""
-        rank, here = self._communicator.rank, self._has_columns[self._communicator.rank]
-        incoming = [gradient.new_empty(one.shape if here else (0, *one.shape[1:])) for one in terms]
-        gradient = gradient.contiguous()
-        outgoing = [gradient if has else gradient[:0] for has in self._has_columns]
-        self._communicator.send_and_receive(outgoing, incoming, "push, gradients")
-        incoming[rank] = gradient
-        return incoming
+class Flight:
+    """The first layer of one step's batches: this rank's terms, their sums and gradients on their way.
+
+    Every rank makes the same calls, in the same order. Between two of them others may be made for other steps.
+
+    Args:
+        first: The layer.
+        blocks: The edges of all ranks' batches, by rank.
+        lasts: The parameters may change before :meth:`gradients`.
+    """
+
+    def __init__(self, first: FirstLayer, blocks: Sequence[InEdges], *, lasts: bool = False) -> None:
+        self._first, self._label, self._arrived = first, "", list[Tensor]()
+        self._transfer: Transfer | None = None
+        named = first.cut.parameters(first.layer)
+        with torch.enable_grad():
+            self._leaves = {
+                name: (one.detach().clone() if lasts else one.detach()).requires_grad_(one.requires_grad)
+                for name, one in named.items()
+            }
+            self._terms = first.terms(blocks, self._leaves)
+
+    def post_terms(self) -> None:
+        """Send each rank its term."""
+        first, mine = self._first, self._own
+        here = first.has_columns[first.communicator.rank]
+        incoming = [mine.new_empty(mine.shape if has else (0, *mine.shape[1:])) for has in first.has_columns]
+        outgoing = [one.detach().contiguous() if here else one.detach()[:0] for one in self._terms]
+        self._post(outgoing, incoming, "pull, sums")
+
+    def total(self) -> Tensor:
+        """Wait for the terms of this rank's batch and return their sum, in rank order."""
+        arrived = self._taken(self._own)
+        with_columns = [one for one, has in zip(arrived, self._first.has_columns, strict=True) if has]
+        total = with_columns[0] if with_columns else self._own
+        for one in with_columns[1:]:
+            total = total + one
+        return total.clone() if len(with_columns) < 2 else total  # not the memory of a term
+
+    def post_gradient(self, gradient: Tensor) -> None:
+        """Send the gradient of this rank's sum to all ranks that have columns."""
+        first, gradient = self._first, gradient.contiguous()
+        here = first.has_columns[first.communicator.rank]
+        incoming = [gradient.new_empty(one.shape if here else (0, *one.shape[1:])) for one in self._terms]
+        outgoing = [gradient if has else gradient[:0] for has in first.has_columns]
+        self._post(outgoing, incoming, "push, gradients")
+        self._gradient = gradient
+
+    def gradients(self) -> list[Tensor | None]:
+        """Wait for the gradients of all ranks' sums; return those of the parameters, from this rank's columns."""
+        grads = self._taken(self._gradient)
+        wanted = [one for one in self._leaves.values() if one.requires_grad]
+        graded = [(one, grad) for one, grad in zip(self._terms, grads, strict=True) if one.numel() and grad.numel()]
+        found: dict[int, Tensor | None] = {}
+        if graded and wanted:
+            outs, grads_out = zip(*graded, strict=True)
+            grads_in = torch.autograd.grad(outs, wanted, grads_out, allow_unused=True)
+            found = dict(zip(map(id, wanted), grads_in, strict=True))
+        self._terms = []
+        none = [torch.zeros_like(one) if one.requires_grad else None for one in self._leaves.values()]
+        results = [found.get(id(one)) for one in self._leaves.values()]
+        return [zero if one is None else one for one, zero in zip(results, none, strict=True)]
+
+    def drop(self) -> None:
+        """Wait for what is on its way, and use nothing of it."""
+        self._taken(self._own)
+
+    @property
+    def _own(self) -> Tensor:
+        return self._terms[self._first.communicator.rank].detach()
+
+    def _post(self, outgoing: list[Tensor], incoming: list[Tensor], label: str) -> None:
+        transfer = Transfer(self._first.communicator, incoming, label, ring=False)
+        for message in transfer.targets:
+            transfer.give(message, outgoing[message.rank])
+        self._first.communicator.done()  # nobody waits for it yet
+        self._transfer, self._arrived, self._label = transfer, incoming, label
+
+    def _taken(self, mine: Tensor) -> list[Tensor]:
+        """Wait for what was posted last; ``mine`` stands for this rank's own."""
+        transfer, self._transfer = self._transfer, None
+        if transfer is not None:
+            self._first.communicator.begin_wait(self._label)
+            transfer.finish()
+        arrived, self._arrived = self._arrived, []
+        if arrived:
+            arrived[self._first.communicator.rank] = mine
+        return arrived
 
 
 class _Total(Function):
     """See :meth:`FirstLayer.total`."""
 
     @staticmethod
-    def forward(ctx: Any, first: FirstLayer, blocks: list[InEdges], *parameters: Tensor) -> Tensor:
-        names = first.cut.parameters(first.layer)
-        with torch.enable_grad():
-            leaves = {
-                name: one.detach().requires_grad_(one.requires_grad)
-                for name, one in zip(names, parameters, strict=True)
-            }
-            terms = first.terms(blocks, leaves)
-        ctx.first, ctx.terms, ctx.leaves = first, terms, leaves
-        return first.summed([one.detach() for one in terms])
+    def forward(ctx: Any, flight: Flight, *parameters: Tensor) -> Tensor:
+        ctx.flight = flight
+        flight.post_terms()
+        return flight.total()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        terms, leaves = ctx.terms, ctx.leaves
-        gradients = ctx.first.spread(gradient, terms)
-        wanted = [one for one in leaves.values() if one.requires_grad]
-        graded = [(one, grad) for one, grad in zip(terms, gradients, strict=True) if one.numel() and grad.numel()]
-        found: dict[int, Tensor | None] = {}
-        if graded and wanted:
-            outs, grads = zip(*graded, strict=True)
-            found = dict(zip(map(id, wanted), torch.autograd.grad(outs, wanted, grads, allow_unused=True), strict=True))
-        ctx.terms = ctx.leaves = None
-        zeros = [None if not one.requires_grad else torch.zeros_like(one) for one in leaves.values()]
-        results = [found.get(id(one)) for one in leaves.values()]
-        return (None, None, *(zero if one is None else one for one, zero in zip(results, zeros, strict=True)))
+        ctx.flight.post_gradient(gradient)
+        return (None, *ctx.flight.gradients())

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pygdist.backends.sampling.blocks import Pusher
-from pygdist.backends.sampling.totals import FirstLayer
+from pygdist.backends.sampling.totals import FirstLayer, Flight
 from pygdist.comm import Communicator
 from pygdist.graph import Shard
 from pygdist.hops.first_layer import Cut, InEdges
@@ -37,7 +37,9 @@ def whole_first_layer(layer: Any, cut: Cut, shard: Shard, communicator: Communic
         for number in range(max(num_chunks, 1)):
             edges, index = _chunk(shard, number * _ROWS, weighted=weighted)
             blocks = pusher.push(edges, values=None if degree is None else degree[index])
-            sums.append(first.summed(first.terms(blocks, cut.parameters(layer))))
+            flight = Flight(first, blocks)
+            flight.post_terms()
+            sums.append(flight.total())
         out: Tensor = cut.rest(layer, torch.cat(sums))
     return out
 
