@@ -9,7 +9,7 @@ from __future__ import annotations
 import uuid
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Self, TypeVar
 
@@ -55,6 +55,7 @@ class Abilities:
         reruns_layers: Runs layers that are called outside a forward pass of the model, and any of them again in the
             backward pass (activation checkpointing).
         stateful: A checkpoint must hold :meth:`Backend.state_dict`.
+        lag: An epoch has so many steps more than batches, and something is on its way between two of its steps.
         late_gradients: Adds gradients of earlier passes, so the loss must keep its scale.
     """
 
@@ -70,6 +71,7 @@ class Abilities:
     mixes_columns: bool = True
     reruns_layers: bool = True
     stateful: bool = False
+    lag: int = 0
     late_gradients: bool = False
 
 
@@ -218,6 +220,24 @@ class Backend(ABC):
         Raises:
             InputError: On all ranks, if this backend cannot run the model.
         """
+
+    def begin_step(self, sample: Any) -> None:  # noqa: B027
+        """Called on all ranks at the start of each training step on mini-batches that are sampled across ranks."""
+
+    def end_step(self) -> Tensor | None:
+        """Called on all ranks at the end of each such step, before its backward pass.
+
+        Returns:
+            A zero, to be added to the loss, whose backward pass adds gradients; ``None`` if there are none.
+        """
+        return None
+
+    def not_trained(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """Return those of a model's parameters that no rank has a gradient for in this step; the same on all ranks."""
+        return []
+
+    def drain(self) -> None:  # noqa: B027
+        """Called on all ranks after the last step of an epoch: drop what is on its way, if the epoch was cut."""
 
     def sit_out(self, sample: Any) -> Tensor | None:
         """Called in place of a forward pass where a rank has no batch left, with its empty one.

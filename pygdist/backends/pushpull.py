@@ -9,9 +9,9 @@ never travel; what does is as wide as the first layer's output, so it pays where
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from pygdist.backends.passes.rehearsal import Call, Kind, ModelFacts
 from pygdist.backends.passes.sampled import SampledHops, SampledPass
 from pygdist.backends.sampling.backend import SampledBackend, values_by_id
 from pygdist.backends.sampling.blocks import Pusher, block_of
+from pygdist.backends.sampling.pipeline import LAG, LaggedSteps, Pipeline, of_layer
 from pygdist.backends.sampling.small import small_neighbourhood
 from pygdist.backends.sampling.totals import FirstLayer
 from pygdist.backends.sampling.whole import whole_first_layer
@@ -33,7 +34,7 @@ from pygdist.errors import InputError
 from pygdist.graph import Adjacency, Shard
 from pygdist.graph.shard import is_unknown, unknown_rows
 from pygdist.hops.arguments import tensors_of
-from pygdist.hops.first_layer import Cut, cut_of
+from pygdist.hops.first_layer import Cut, InEdges, cut_of
 from pygdist.hops.layer import layer_name, own_class
 from pygdist.nn.inputs import edge_inputs
 from pygdist.sampler._native import Sampled
@@ -51,6 +52,14 @@ class PushPullBackend(SampledBackend):
     up to a weight (:mod:`pygdist.hops.first_layer`), and get the graph's features as they are; dropout and norms come
     after it. It is evaluated on the whole graph, exactly, in the same way.
 
+    Args:
+        pipeline: Batches on their way at once: 1, or 3 as in the paper (Sec. 3.3). With 3, exchanges overlap computing,
+            the first layer's parameters get their gradient two steps late, and an epoch has two steps more; only the
+            end of an epoch can be a place to validate, to save and to stop.
+
+    Raises:
+        InputError: If ``pipeline`` is neither.
+
     Example:
         >>> data = GraphDataModule("sbm", batches=NeighborBatches([25, 10], batch_size=1000))
         >>> trainer.fit(NodeClassifier(GraphSAGE(-1, 32, 2, 10), backend="pushpull"), datamodule=data)
@@ -66,14 +75,26 @@ class PushPullBackend(SampledBackend):
         evaluates=False,
         reruns_layers=False,
     )
-    per_graph: ClassVar[tuple[str, ...]] = ("_first", "_facts", "_trial")
+    per_graph: ClassVar[tuple[str, ...]] = ("_first", "_facts", "_trial", "_flights")
+    _flights: Pipeline | None = None
     _first: FirstLayer | None = None
     _facts: ModelFacts | None = None
     _trial: _Trial | None = None  # while a model is tried
     _weighted = False  # the first layer gets the weights of edges
 
+    def __init__(self, *, pipeline: Literal[1, 3] = 1) -> None:
+        super().__init__()
+        if pipeline not in (1, 3):
+            raise InputError(f"pipeline is {pipeline}, expected 1 or 3")
+        self.pipeline = pipeline
+        if pipeline == 3:
+            self.abilities = replace(
+                self.abilities, lag=LAG, late_gradients=True,
+                approximation=f"{self.abilities.approximation}; the first layer's gradients are two steps late",
+            )  # fmt: skip
+
     @override
-    def steps(self, shard: Shard, batches: MiniBatches | None, model: nn.Module, *, seed: int) -> Steps:
+    def steps(self, shard: Shard, batches: MiniBatches | None, model: nn.Module, *, seed: int) -> Steps | LaggedSteps:
         batches = self.batches_of(batches)
         if self._facts is None:
             self.look_at(model, batches)
@@ -81,13 +102,42 @@ class PushPullBackend(SampledBackend):
         owners = NodeOwners.of(shard.owned_id, shard.num_nodes, aside)
         of_edges = {name: values_by_id(getattr(shard, name), shard, aside, name) for name in edge_inputs(model, shard)}
         fields = _Pushed(owners, shard, of_edges, aside)
-        return batches.across_ranks(shard, fields, self.communicator, seed=seed)
+        steps = batches.across_ranks(shard, fields, self.communicator, seed=seed)
+        if self.pipeline == 1:
+            return steps
+        first = self._found
+        alone = FirstLayer(first.layer, first.cut, self._columns, shard.x.size(1), self.communicator.apart())
+        self._flights = Pipeline(alone)
+        return LaggedSteps(steps)
 
     @override
-    def sit_out(self, sample: Data) -> Tensor:
-        assert self._first is not None, "steps() found it"
-        blocks = sample.blocks if self._weighted else [replace(one, weight=None) for one in sample.blocks]
-        return self._first.total(blocks).sum() * 0
+    def begin_step(self, sample: Data) -> None:
+        if self._flights is not None:
+            self._flights.begin_step(sample.get("ahead"), weighted=self._weighted)
+
+    @override
+    def sit_out(self, sample: Data) -> Tensor | None:
+        total = self._total(sample.get("blocks", ()))
+        return None if total is None else total.sum() * 0
+
+    @override
+    def end_step(self) -> Tensor | None:
+        return None if self._flights is None else self._flights.late_term()
+
+    @override
+    def not_trained(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        return [] if self._flights is None else self._flights.not_trained(parameters)
+
+    @override
+    def drain(self) -> None:
+        if self._flights is not None:
+            self._flights.drain()
+
+    def _total(self, blocks: Sequence[InEdges]) -> Tensor | None:
+        """Return the first layer's sum for this rank's batch; every rank makes the call. ``None`` if none has any."""
+        if self._flights is not None:
+            return self._flights.total()
+        return self._found.total(of_layer(blocks, weighted=self._weighted))
 
     @override
     def whole_first_layer(self, layer: MessagePassing, shard: Shard, *args: Any, **kwargs: Any) -> Tensor:
@@ -105,10 +155,10 @@ class PushPullBackend(SampledBackend):
             self._weighted = weighted
             out = cut.rest(layer, self._trial.rows_for(layer, cut, args[0]))
             return running.placed(layer, out) if isinstance(running, SampledPass) else out
-        assert self._first is not None, "steps() found it"
         assert isinstance(running, SampledPass), "all ranks found that rows can be left out"
-        blocks = running.blocks if weighted else [replace(one, weight=None) for one in running.blocks]
-        return running.placed(layer, cut.rest(layer, self._first.total(blocks)))
+        total = self._total(running.blocks)
+        assert total is not None, "this rank has a batch"
+        return running.placed(layer, cut.rest(layer, total))
 
     @override
     def look_at(self, model: nn.Module, batches: Any) -> None:
@@ -148,6 +198,11 @@ class PushPullBackend(SampledBackend):
                 f"fan_out has {num_hops} numbers, but {own_class(model).__name__} makes {len(facts.widths)} hops; "
                 "backend 'pushpull' needs one for each hop"
             )
+
+    @property
+    def _found(self) -> FirstLayer:
+        assert self._first is not None, "look_at() finds it"
+        return self._first
 
     @property
     def _columns(self) -> Tensor:

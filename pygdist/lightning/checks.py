@@ -64,6 +64,25 @@ def check_precision(precision: Precision, backend: Backend) -> None:
         )
 
 
+def check_lag(trainer: pl.Trainer, backend: Backend) -> None:
+    """Refuse to stop, save or validate within an epoch where something is on its way between two steps."""
+    if not backend.abilities.lag or trainer.state.fn != TrainerFn.FITTING or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return
+    within = [f"max_steps={trainer.max_steps}"] if trainer.max_steps != -1 else []
+    if trainer.val_check_interval not in (None, 1.0):
+        within.append(f"val_check_interval={trainer.val_check_interval}")
+    for callback in trainer.checkpoint_callbacks:
+        if steps := getattr(callback, "_every_n_train_steps", 0):
+            within.append(f"every_n_train_steps={steps}")
+        if getattr(callback, "_train_time_interval", None) is not None:
+            within.append("train_time_interval")
+    if within:
+        raise InputError(
+            f"{', '.join(within)}: with pipeline=3 batches are on their way between two steps of an epoch; use "
+            "max_epochs, check_val_every_n_epoch and every_n_epochs, or pipeline=1"
+        )
+
+
 def check_strategy(
     strategy: str, backend: Backend, model: nn.Module, *, averages_models: bool, num_parts: int, world_size: int
 ) -> None:

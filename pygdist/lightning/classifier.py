@@ -133,6 +133,10 @@ class NodeClassifier(GraphModule):
 
     @override
     def training_step(self, batch: Shard | PartBatch, batch_idx: int) -> Tensor:
+        return self.in_step(batch, lambda: self._loss_of(batch))
+
+    def _loss_of(self, batch: Shard | PartBatch) -> Tensor:
+        """Return the loss of this rank's step, scaled for the mean over ranks."""
         shard = batch.shard if isinstance(batch, PartBatch) else batch
         count = batch.num_in_step if isinstance(batch, PartBatch) else None
         if shard is None:

@@ -174,7 +174,7 @@ class LinkPredictor(GraphModule):
     @override
     def training_step(self, batch: Shard | PartBatch, batch_idx: int) -> Tensor:
         if isinstance(batch, PartBatch):
-            return self._learn_sample(batch)
+            return self.in_step(batch, lambda: self._learn_sample(batch))
         shard = batch
         pairs = self._pairs_of(shard).train
         if self.train_share < 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -24,6 +25,7 @@ from pygdist.lightning import backend_states
 from pygdist.lightning.checks import (
     LARGEST_RATE,
     check_accumulation,
+    check_lag,
     check_model,
     check_precision,
     check_sizes,
@@ -113,6 +115,7 @@ class GraphModule(pl.LightningModule):
         num_parts, world_size = data.num_parts_in_all, self.communicator.world_size
         check_accumulation(self.trainer, several_steps=data.batches is not None or num_parts > world_size)
         check_precision(self.trainer.precision_plugin, self.backend)
+        check_lag(self.trainer, self.backend)
         check_strategy(
             type(self.trainer.strategy).__name__, self.backend, self.model,
             averages_models=self.averages_models, num_parts=num_parts, world_size=world_size,
@@ -193,6 +196,8 @@ class GraphModule(pl.LightningModule):
         return shard, self(shard)
 
     def _begin_evaluation(self) -> None:
+        if self.trainer.state.fn == TrainerFn.FITTING:
+            self.backend.drain()
         if not self.exact_evaluation or self.backend.abilities.evaluates:
             return
         data = self._datamodule()
@@ -244,6 +249,7 @@ class GraphModule(pl.LightningModule):
 
     @override
     def on_train_epoch_end(self) -> None:
+        self.backend.drain()
         self._refuse_nan("train")
 
     @override
@@ -275,6 +281,18 @@ class GraphModule(pl.LightningModule):
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
+
+    def in_step(self, batch: Shard | PartBatch, loss: Callable[[], Tensor]) -> Tensor:
+        """Return the loss of a training step, with what the backend does before and after it."""
+        if isinstance(batch, PartBatch) and batch.sample is not None:
+            self.backend.begin_step(batch.sample)
+        total, late = loss(), self.backend.end_step()
+        return total if late is None else total + late
+
+    @override
+    def on_after_backward(self) -> None:
+        for parameter in self.backend.not_trained(self.parameters()):
+            parameter.grad = None  # momentum and weight decay would move it nevertheless
 
     def idle_loss(self, sample: Data | None) -> Tensor:
         """Return the loss of a rank that has nothing to train in a step: zero, but it takes part in all exchanges.

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from pygdist.backends.passes.edge_norm import EDGE_NORM, EdgeNorm
 from pygdist.backends.passes.sampled import SAMPLED_HOPS, SampledHops
+from pygdist.backends.sampling.pipeline import LaggedSteps
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency, Shard
@@ -200,7 +201,7 @@ class StepLoader(Resumable):
         self,
         part: int,
         open_part: Callable[[int], Shard],
-        steps: Steps,
+        steps: Steps | LaggedSteps,
         *,
         epoch: Callable[[], int],
         made: Callable[[], int],

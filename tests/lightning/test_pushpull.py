@@ -9,13 +9,17 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy
 from torch_geometric import nn
 from torch_geometric.data import Data
 
 from pygdist import GraphDataModule, InputError, NodeClassifier
+from pygdist.backends import PushPullBackend
 from pygdist.kernels import CSR
-from pygdist.nn.inputs import outputs_of
+from pygdist.nn.inputs import edge_inputs, outputs_of
 from pygdist.sampler import NeighborBatches, _native
 from pygdist.sampler.epoch import ShuffledOrder
 from pygdist.testing import RankPool
@@ -68,7 +72,14 @@ def model(name: str, width: int = 12) -> torch.nn.Module:
 
 
 def on_ranks(
-    rank: int, world_size: int, folder: str, name: str, data: Data, partitioner: str, **options: Any
+    rank: int,
+    world_size: int,
+    folder: str,
+    name: str,
+    data: Data,
+    partitioner: str,
+    backend: PushPullBackend | str = "pushpull",
+    **options: Any,
 ) -> tuple[dict[str, Tensor], list[dict[str, float]], Tensor, dict[str, int]]:
     """Train on the ranks of a pool; the parameters, what was logged, this rank's nodes, and bytes by label."""
     net, history, sent = model(name, data.num_features), runs.History(), dict[str, int]()
@@ -82,7 +93,7 @@ def on_ranks(
         cache_dir=Path(folder) / "cache",
     )  # fmt: skip
     trainer = runs.trainer(rank, world_size, folder, max_epochs=EPOCHS, callbacks=[history, Meter()], **options)
-    trainer.fit(NodeClassifier(net, backend="pushpull"), datamodule=module_data)
+    trainer.fit(NodeClassifier(net, backend=backend), datamodule=module_data)
     assert not [one for one in threading.enumerate() if one.name == "pygdist-batches"]
     state = {key: value.clone() for key, value in net.state_dict().items()}
     return state, history.epochs, module_data.shard.owned_id, sent
@@ -246,3 +257,142 @@ def test_models_that_are_not_cut_are_refused_on_all_ranks(name: str, pool: RankP
     for text in pool.run(_refused, 2, str(tmp_path), name):
         assert REFUSED[name][1] in text
         assert "use backend pull" in text or name == "hops"
+
+
+# -- the pipeline ------------------------------------------------------------------------------------------------------
+
+
+def _replayed(name: str, data: Data, owned: list[Tensor]) -> tuple[dict[str, Tensor], list[float]]:
+    """Train plain PyG with delays: the first layer's gradients are applied two steps after it was read."""
+    net = model(name, data.num_features).double()
+    parameters = dict(net.named_parameters())
+    late = {key for key, one in parameters.items() if key in FIRST[name]}
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01, weight_decay=5e-4)
+    csr = CSR.from_coo(data.edge_index[1], data.edge_index[0], num_rows=160, num_cols=160)
+    seeds = [nodes[data.train_mask[nodes]] for nodes in owned]
+    num_batches = max(-(-one.numel() // 13) for one in seeds)
+    losses = []
+    for epoch in range(EPOCHS):
+        read: list[dict[str, Tensor]] = []  # by step: the first layer's parameters
+        found: list[dict[str, Tensor]] = []  # by batch: their gradients
+        summed = 0.0
+        for step in range(num_batches + 2):
+            if step < num_batches:
+                read.append({key: parameters[key].detach().clone().requires_grad_() for key in late})
+            optimizer.zero_grad()
+            if 1 <= step <= num_batches:
+                total, count = torch.zeros(()), 0
+                for nodes in seeds:
+                    order, number = ShuffledOrder(nodes.numel(), SEED, shuffle=True).of(epoch), step - 1
+                    span = slice(number * nodes.numel() // num_batches, (number + 1) * nodes.numel() // num_batches)
+                    chosen = nodes[order[span]]
+                    if not chosen.numel():
+                        continue
+                    batch = _native.sample(csr, chosen, FAN_OUT, replace=False, seed=SEED, epoch=epoch)
+                    sample = Data(x=data.x[batch.node], edge_weight=data.edge_weight[batch.edge],
+                                  edge_attr=data.edge_attr[batch.edge])  # fmt: skip
+                    edges = torch.stack([batch.source, batch.target])
+                    inputs = edge_inputs(net, sample)
+                    out = functional_call(net, {**parameters, **read[number]}, (sample.x, edges), inputs)
+                    total = total + cross_entropy(out[: chosen.numel()], data.y[chosen], reduction="sum")
+                    count += chosen.numel()
+                grads = torch.autograd.grad(total / count, [*read[number].values()], retain_graph=True)
+                found.append(dict(zip(read[number], grads, strict=True)))
+                others = [key for key in parameters if key not in late]
+                grads = torch.autograd.grad(total / count, [parameters[key] for key in others])
+                for key, grad in zip(others, grads, strict=True):
+                    parameters[key].grad = grad
+                summed += float(total.detach())
+            if step >= 2:
+                for key, grad in found[step - 2].items():
+                    parameters[key].grad = grad
+            optimizer.step()
+        losses.append(summed / int(data.train_mask.sum()))
+    return net.state_dict(), losses
+
+
+FIRST = {
+    "GCN": {"convs.0.lin.weight"},
+    "GraphSAGE": {"convs.0.lin_l.weight", "convs.0.lin_r.weight"},
+    "eps": {"convs.0.nn.lins.0.weight", "convs.0.eps"},
+    "weighted": {"first.lin.weight"},
+}
+
+
+def _pipelined(rank: int, world_size: int, folder: str, name: str, data: Data, partitioner: str) -> Any:
+    return on_ranks(rank, world_size, folder, name, data, partitioner, backend=PushPullBackend(pipeline=3))
+
+
+@pytest.mark.parametrize("name", FIRST)
+@pytest.mark.parametrize(("world_size", "width"), [(1, 12), (2, 7), (3, 2)])
+def test_pipeline_is_training_with_a_delay_of_two_steps(
+    name: str, world_size: int, width: int, pool: RankPool, tmp_path: Path
+) -> None:
+    """Through the ends of two epochs, with Adam and weight decay."""
+    data = narrow(width)
+    results = pool.run(_pipelined, world_size, str(tmp_path), name, data, "hash")
+    expected, losses = _replayed(name, data, [owned for _, _, owned, _ in results])
+    for found, history, *_ in results:
+        assert_close(found, expected)
+        assert [epoch["train_loss"] for epoch in history] == pytest.approx(losses, rel=1e-10)
+
+
+def test_pipeline_where_a_rank_has_no_training_node(pool: RankPool, tmp_path: Path) -> None:
+    data = narrow(7, one_sided=True)
+    results = pool.run(_pipelined, 3, str(tmp_path), "GCN", data, "chunk")
+    expected, _ = _replayed("GCN", data, [owned for _, _, owned, _ in results])
+    for found, *_ in results:
+        assert_close(found, expected)
+
+
+def _cut_pipeline(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> tuple[int, dict[str, Tensor]]:
+    net = model("GCN", 7)
+    data = GraphDataModule(narrow(7), batches=NeighborBatches(FAN_OUT, batch_size=13), cache_dir=Path(folder) / "cache")
+    trainer = runs.trainer(rank, world_size, folder, **{"max_epochs": 2, **options})
+    trainer.fit(NodeClassifier(net, backend=PushPullBackend(pipeline=3)), datamodule=data)
+    return trainer.global_step, {key: value.clone() for key, value in net.state_dict().items()}
+
+
+class _StopsEarly(pl.Callback):
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.should_stop = batch_idx == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [({"limit_train_batches": 4}, 8), ({"fast_dev_run": True}, 1), ({"callbacks": [_StopsEarly()]}, 3)],
+    ids=["limit", "fast-dev-run", "callback"],
+)
+def test_a_pipeline_that_is_cut_drops_what_is_on_its_way(
+    options: dict[str, Any], steps: int, pool: RankPool, tmp_path: Path
+) -> None:
+    (first, state), (second, other) = pool.run(_cut_pipeline, 2, str(tmp_path), options)
+    assert first == second == steps
+    assert all(torch.equal(state[name], value) for name, value in other.items())
+
+
+def _refused_options(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> str:
+    with pytest.raises(InputError) as refused:
+        _cut_pipeline(rank, world_size, folder, {"enable_checkpointing": "callbacks" in options, **options})
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"max_steps": 5}, "max_steps=5"),
+        ({"val_check_interval": 2}, "val_check_interval=2"),
+        ({"callbacks": [ModelCheckpoint(every_n_train_steps=2)]}, "every_n_train_steps=2"),
+        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches=2"),
+    ],
+)
+def test_options_within_an_epoch_are_refused(
+    options: dict[str, Any], says: str, pool: RankPool, tmp_path: Path
+) -> None:
+    for text in pool.run(_refused_options, 2, str(tmp_path), options):
+        assert says in text
+
+
+def test_a_pipeline_of_two_is_refused() -> None:
+    with pytest.raises(InputError, match="pipeline is 2, expected 1 or 3"):
+        PushPullBackend(pipeline=2)  # type: ignore[arg-type]

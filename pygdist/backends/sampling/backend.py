@@ -26,7 +26,6 @@ from pygdist.graph import Adjacency, Shard
 from pygdist.hops.arguments import each_tensor, edges_among, first_rows, tensors_of
 from pygdist.sampler.base import MiniBatches
 from pygdist.sampler.owners import RemoteRows
-from pygdist.sampler.steps import Steps
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +40,10 @@ class SampledBackend(RecomputingBackend):
         super().__init__(None)
 
     @abstractmethod
-    def steps(self, shard: Shard, batches: MiniBatches | None, model: nn.Module, *, seed: int) -> Steps:
-        """Return the steps of an epoch; every rank makes the call. A thread makes exchanges on a group of its own.
+    def steps(self, shard: Shard, batches: MiniBatches | None, model: nn.Module, *, seed: int) -> Any:
+        """Return the steps of an epoch, :class:`~pygdist.sampler.steps.Steps` or alike; every rank makes the call.
+
+        A thread makes exchanges on a group of its own.
 
         Args:
             shard: This rank's part, on the CPU.
