@@ -232,6 +232,9 @@ class Backend(ABC):
         """
         return None
 
+    def end_backward(self) -> None:  # noqa: B027
+        """Called on all ranks after the backward pass of each training step."""
+
     def not_trained(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         """Return those of a model's parameters that no rank has a gradient for in this step; the same on all ranks."""
         return []

@@ -125,6 +125,11 @@ class PushPullBackend(SampledBackend):
         return None if self._flights is None else self._flights.late_term()
 
     @override
+    def end_backward(self) -> None:
+        if self._flights is not None:
+            self._flights.end_backward()
+
+    @override
     def not_trained(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
         return [] if self._flights is None else self._flights.not_trained(parameters)
 
@@ -256,14 +261,16 @@ class _Pushed(Fields):
         self._shard, self._pusher = shard, Pusher(shard.num_nodes, aside)
 
     @override
-    def add(self, batch: Data, sampled: Sampled) -> None:
-        super().add(batch, sampled)
-        batch.x = unknown_rows(sampled.node.numel(), self._shard.x.size(1), self._shard.x.dtype)
-        num_rows = sum(sampled.num_nodes[:-1])
-        block = block_of(
-            sampled.node, sampled.source, sampled.target, num_rows, self._shard.num_nodes, batch.get("edge_weight")
-        )
-        batch.blocks = self._pusher.push(block)
+    def add_structure(self, batches: Sequence[Data], sampled: Sequence[Sampled]) -> None:
+        super().add_structure(batches, sampled)
+        num_nodes = self._shard.num_nodes
+        mine = [
+            block_of(one.node, one.source, one.target, sum(one.num_nodes[:-1]), num_nodes, batch.get("edge_weight"))
+            for batch, one in zip(batches, sampled, strict=True)
+        ]
+        for batch, blocks in zip(batches, self._pusher.push(mine), strict=True):
+            batch.x = unknown_rows(int(batch.num_nodes or 0), self._shard.x.size(1), self._shard.x.dtype)
+            batch.blocks = blocks
 
 
 def _cut(layer: MessagePassing) -> Cut:

@@ -291,6 +291,7 @@ class GraphModule(pl.LightningModule):
 
     @override
     def on_after_backward(self) -> None:
+        self.backend.end_backward()
         for parameter in self.backend.not_trained(self.parameters()):
             parameter.grad = None  # momentum and weight decay would move it nevertheless
 

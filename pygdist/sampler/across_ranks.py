@@ -88,51 +88,92 @@ class DistributedNeighborSampler:
         Raises:
             InputError: On all ranks, if seeds of a rank repeat or are out of range.
         """
-        node, first, wrong = seeds.to(torch.int64), 0, self._wrong(seeds)
-        hops: list[tuple[Tensor, Tensor, Tensor]] = []
-        num_nodes = [node.numel()]
-        for number, most in enumerate(self.num_neighbors):
-            key = _native.hop_key(seeds, number, seed=self.seed, epoch=epoch)
-            count, source, edge = self._ask(node[first:] if not wrong else node[:0], key, most, wrong)
-            target = torch.repeat_interleave(torch.arange(first, node.numel()), count)
-            first = node.numel()
-            node, position = _native.place(node, source)
-            num_nodes.append(node.numel() - first)
-            hops.append((position, target, edge))
-        source, target, edge = (torch.cat(parts) for parts in zip(*hops, strict=True))
-        return Sampled(node, source, target, edge, num_nodes, [position.numel() for position, _, _ in hops])
+        return self.sample_all([seeds], epoch=epoch)[0]
 
-    def _ask(self, nodes: Tensor, key: int, fan_out: int, wrong: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the number of edges into each node, and their sources and ids, from the owners of the nodes."""
+    def sample_all(self, seeds: Sequence[Tensor], *, epoch: int) -> list[Sampled]:
+        """Sample several batches in the exchanges of one, as many on all ranks; see :meth:`sample`."""
+        batches = [_Growing(one.to(torch.int64)) for one in seeds]
+        wrong = any(map(self._wrong, seeds))
+        for number, most in enumerate(self.num_neighbors):
+            keys = [_native.hop_key(one, number, seed=self.seed, epoch=epoch) for one in seeds]
+            answers = self._ask([one.node[one.first :][: 0 if wrong else None] for one in batches], keys, most, wrong)
+            for batch, (count, source, edge) in zip(batches, answers, strict=True):
+                batch.grow(count, source, edge)
+        return [one.done() for one in batches]
+
+    def _ask(
+        self, nodes: list[Tensor], keys: list[int], fan_out: int, wrong: bool
+    ) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Return, for the nodes of each batch, their numbers of in-edges, and the sources and ids of these."""
         communicator = self._communicator
-        owner = self._owners.owner_of(nodes)
-        grouped = owner.argsort(stable=True)
-        asked = torch.bincount(owner, minlength=communicator.world_size).tolist()
-        head = torch.cat([torch.tensor([key], dtype=torch.uint64).view(self._ids), torch.tensor([wrong]).to(self._ids)])
-        questions = [torch.cat([head, ids]) for ids in nodes[grouped].to(self._ids).split(asked)]
-        arrived = communicator.all_to_all(questions, label="sampling, nodes")
-        for rank, question in enumerate(arrived):
-            if question[head.numel() - 1]:
+        ranks = range(communicator.world_size)
+        owners = [self._owners.owner_of(one) for one in nodes]
+        grouped = [owner.argsort(stable=True) for owner in owners]
+        asked = [torch.bincount(owner, minlength=len(ranks)).tolist() for owner in owners]
+        questions: list[list[Tensor]] = [[] for _ in ranks]
+        for one, order, counts, key in zip(nodes, grouped, asked, keys, strict=True):
+            key_words = torch.tensor([key], dtype=torch.uint64).view(self._ids)
+            for pieces, ids in zip(questions, one[order].to(self._ids).split(counts), strict=True):
+                pieces += [key_words, torch.tensor([wrong, ids.numel()]).to(self._ids), ids]
+        arrived = communicator.all_to_all([torch.cat(pieces) for pieces in questions], label="sampling, nodes")
+        head = 2 + 8 // self._ids.itemsize
+        for rank, first in enumerate(arrived):
+            if first[head - 2]:
                 raise InputError(
                     f"rank {rank} has seed nodes that repeat, or that are not in 0..{self._owners.num_nodes - 1}"
                 )
-        answers = [self._answer(question, head.numel(), fan_out) for question in arrived]
-        edges_by_owner = communicator.all_to_all(answers, label="sampling, edges")
-        parts = [_read(answer.to(torch.int64), number) for answer, number in zip(edges_by_owner, asked, strict=True)]
-        count, source, edge = (torch.cat(part) for part in zip(*parts, strict=True))
-        return _ungrouped(grouped, count, source, edge)
+        answers = [self._answer(one, head, len(nodes), fan_out) for one in arrived]
+        parts = communicator.all_to_all(answers, label="sampling, edges")
+        found: list[list[tuple[Tensor, Tensor, Tensor]]] = [[] for _ in nodes]
+        for rank, part in zip(ranks, parts, strict=True):
+            rest = part.to(torch.int64)
+            for batch, counts in zip(found, asked, strict=True):
+                count, rest = rest[: counts[rank]], rest[counts[rank] :]
+                edges = int(count.sum())
+                source, rest = rest[:edges], rest[edges:]
+                ids = edges if self._csr.perm is not None else 0
+                edge, rest = rest[:ids], rest[ids:]
+                batch.append((count, source, edge))
+        return [
+            _ungrouped(order, *(torch.cat(part) for part in zip(*batch, strict=True)))
+            for order, batch in zip(grouped, found, strict=True)
+        ]
 
-    def _answer(self, question: Tensor, head: int, fan_out: int) -> Tensor:
-        key = int(question[: head - 1].view(torch.int64)) % 2**64
-        ids = question[head:].to(torch.int64)
-        rows = self._owners.row_of(ids)
-        count, source, edge = _native.draw(self._csr, rows, ids, fan_out, replace=self.replace, key=key)
-        edge = edge if self._csr.perm is not None else edge[:0]
-        return torch.cat([count, self._column_id[source], edge]).to(self._ids)
+    def _answer(self, question: Tensor, head: int, num_batches: int, fan_out: int) -> Tensor:
+        answers = []
+        for _ in range(num_batches):
+            key, count = int(question[: head - 2].clone().view(torch.int64)) % 2**64, int(question[head - 1])
+            ids, question = question[head : head + count].to(torch.int64), question[head + count :]
+            rows = self._owners.row_of(ids)
+            degree, source, edge = _native.draw(self._csr, rows, ids, fan_out, replace=self.replace, key=key)
+            answers += [degree, self._column_id[source], edge if self._csr.perm is not None else edge[:0]]
+        return torch.cat(answers).to(self._ids)
 
     def _wrong(self, seeds: Tensor) -> bool:
         outside = (seeds < 0) | (seeds >= self._owners.num_nodes)
         return bool(outside.any()) or seeds.unique().numel() < seeds.numel()
+
+
+class _Growing:
+    """A batch while it grows hop by hop."""
+
+    def __init__(self, seeds: Tensor) -> None:
+        self.node, self.first = seeds, 0
+        self._num_nodes, self._hops = [seeds.numel()], list[tuple[Tensor, Tensor, Tensor]]()
+
+    def grow(self, count: Tensor, source: Tensor, edge: Tensor) -> None:
+        """Add the edges into the nodes from ``first`` on, and their sources."""
+        target = torch.repeat_interleave(torch.arange(self.first, self.node.numel())[: count.numel()], count)
+        self.first = self.node.numel()
+        self.node, position = _native.place(self.node, source)
+        self._num_nodes.append(self.node.numel() - self.first)
+        self._hops.append((position, target, edge))
+
+    def done(self) -> Sampled:
+        """Return the batch."""
+        source, target, edge = (torch.cat(parts) for parts in zip(*self._hops, strict=True))
+        num_edges = [position.numel() for position, _, _ in self._hops]
+        return Sampled(self.node, source, target, edge, self._num_nodes, num_edges)
 
 
 def _misfit(csr: CSR, column_id: Tensor, owners: NodeOwners) -> str | None:
@@ -146,13 +187,6 @@ def _misfit(csr: CSR, column_id: Tensor, owners: NodeOwners) -> str | None:
     if csr.indptr.device.type != "cpu":
         return f"DistributedNeighborSampler samples on the CPU, but the graph is on {csr.indptr.device}"
     return None
-
-
-def _read(answer: Tensor, asked: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Split an owner's answer into numbers of edges, sources, and ids of edges if it has them."""
-    count = answer[:asked]
-    edges = int(count.sum())
-    return count, answer[asked : asked + edges], answer[asked + edges :]
 
 
 def _ungrouped(grouped: Tensor, count: Tensor, source: Tensor, edge: Tensor) -> tuple[Tensor, Tensor, Tensor]:

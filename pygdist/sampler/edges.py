@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from pygdist.sampler.base import BatchLoader, MiniBatches, check_at_least
 from pygdist.sampler.csr_neighbors import check_fan_out, check_seed
 from pygdist.sampler.epoch import ShuffledOrder
 from pygdist.sampler.neighbors import sampler_of
-from pygdist.sampler.steps import Fields, Steps, as_data
+from pygdist.sampler.steps import Fields, Steps
 
 
 class EdgeBatches(MiniBatches):
@@ -82,9 +83,7 @@ class LinkSteps(Steps):
     Args:
         batches: The kind of batches.
         shard: This rank's part.
-        fields: Adds rows and values of edges to a sampled batch.
-        sampler: Samples neighbourhoods.
-        communicator: As for :class:`Steps`.
+        fields: As for :class:`Steps`, like ``sampler`` and ``communicator``.
         seed: Seed of the order and of the negative pairs.
     """
 
@@ -98,37 +97,25 @@ class LinkSteps(Steps):
         *,
         seed: int,
     ) -> None:
-        self._shard, self._fields, self._sampler, self._seed = shard, fields, sampler, seed
+        self._shard, self._seed = shard, seed
         self._negatives, self._known = batches.negatives, known_pairs(shard)
         self._edges = supervised(shard).nonzero().view(-1)
         self._order = ShuffledOrder(self._edges.numel(), seed, shuffle=batches.shuffle)
-        super().__init__(self._edges.numel(), batches.batch_size, communicator)
+        super().__init__(self._edges.numel(), batches.batch_size, fields, sampler, communicator)
 
     @override
-    def begin_epoch(self) -> None:
-        self._fields.begin_epoch()
-
-    @override
-    def make(self, epoch: int, step: int) -> Data:
+    def seeds_of(self, epoch: int, step: int) -> tuple[Tensor, dict[str, Any]]:
         csr = self._shard.adjacency.csr()
         first, end = self.span(step)
         edges = self._edges[self._order.of(epoch)[first:end]]
         target = torch.searchsorted(csr.indptr, edges, right=True) - 1
         others = self._others(target, self._shard.e_id[edges], epoch)
-        pairs = torch.stack(
-            [
-                torch.cat([self._shard.n_id[csr.index[edges].long()], others.flatten()]),
-                self._shard.owned_id[target].repeat(1 + self._negatives),
-            ]
-        )
+        source = torch.cat([self._shard.n_id[csr.index[edges].long()], others.flatten()])
+        pairs = torch.stack([source, self._shard.owned_id[target].repeat(1 + self._negatives)])
         seeds, place = pairs.unique(return_inverse=True)
-        sampled = self._sampler.sample(seeds, epoch=epoch)
-        batch = as_data(sampled)
-        self._fields.add(batch, sampled)
-        batch.edge_label_index = place
-        batch.edge_label = (torch.arange(pairs.size(1)) < edges.numel()).to(torch.get_default_dtype())
-        batch.num_in_step = self.num_in(step) * (1 + self._negatives)
-        return batch
+        label = (torch.arange(pairs.size(1)) < edges.numel()).to(torch.get_default_dtype())
+        count = self.num_in(step) * (1 + self._negatives)
+        return seeds, {"edge_label_index": place, "edge_label": label, "num_in_step": count}
 
     def _others(self, target: Tensor, e_id: Tensor, epoch: int) -> Tensor:
         """Return the sources of the negative pairs, ``(negatives, k)``; the ``n``-th row by a seed of its own."""

@@ -6,7 +6,8 @@ Sampling and fetching are exchanges, so all ranks make the same steps; a rank wi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from pygdist.sampler.one_ahead import OneAhead
 from pygdist.sampler.owners import NodeOwners, RemoteRows
 
 _CPU = torch.device("cpu")
+_TOGETHER = 4  # steps
 _END_S = 5.0  # a thread that takes longer waits for a rank that does not answer
 
 
@@ -33,11 +35,21 @@ class Steps(ABC):
     Args:
         num_examples: Training examples of this rank: nodes or edges.
         batch_size: Most examples in a batch.
+        fields: Adds rows and values of edges to a sampled batch.
+        sampler: Samples neighbourhoods.
         communicator: The ranks, for exchanges of the thread that iterates.
     """
 
-    def __init__(self, num_examples: int, batch_size: int, communicator: Communicator) -> None:
-        self._communicator = communicator
+    def __init__(
+        self,
+        num_examples: int,
+        batch_size: int,
+        fields: Fields,
+        sampler: DistributedNeighborSampler,
+        communicator: Communicator,
+    ) -> None:
+        self._fields, self._sampler, self._communicator = fields, sampler, communicator
+        self._made: dict[int, tuple[Data, Sampled]] = {}  # batches without rows, by step
         self._num_examples = communicator.gather([float(num_examples)])[:, 0].long()
         self._num_steps = int(-(-self._num_examples.max() // batch_size))
         self._ahead: OneAhead[Data] | None = None
@@ -58,15 +70,28 @@ class Steps(ABC):
         return int(((step + 1) * counts // len(self) - step * counts // len(self)).sum())
 
     @abstractmethod
+    def seeds_of(self, epoch: int, step: int) -> tuple[Tensor, dict[str, Any]]:
+        """Return the seeds of this rank's batch in a step, and further fields of the batch.
+
+        ``num_in_step`` is one: the number of terms in the loss of all ranks, which are seeds or pairs of nodes.
+        """
+
     def make(self, epoch: int, step: int) -> Data:
         """Make this rank's batch of a step, without seeds if it has none left; every rank makes the call.
 
-        Fields are those of PyG's loaders, but ``y`` has labels of the seeds alone. ``num_in_step`` is the number of
-        terms in the loss of all ranks: seeds, or pairs of nodes.
+        Fields are those of PyG's loaders, but ``y`` has labels of the seeds alone. Some steps are sampled at once, as
+        small messages wait long behind large ones.
         """
-
-    def begin_epoch(self) -> None:  # noqa: B027 (a hook)
-        """Called by all ranks before the first step of an epoch is made."""
+        if step not in self._made:
+            together = range(step, min(step + _TOGETHER, len(self)))
+            chosen = [self.seeds_of(epoch, one) for one in together]
+            sampled = self._sampler.sample_all([seeds for seeds, _ in chosen], epoch=epoch)
+            batches = [as_data(one).update(fields) for one, (_, fields) in zip(sampled, chosen, strict=True)]
+            self._fields.add_structure(batches, sampled)
+            self._made = dict(zip(together, zip(batches, sampled, strict=True), strict=True))
+        batch, structure = self._made.pop(step)
+        self._fields.add_rows(batch, structure)
+        return batch
 
     def epoch(self, number: int, first: int = 0) -> Iterator[Data]:
         """Iterate over the steps of an epoch from step ``first``; every rank does, and stops after as many."""
@@ -74,7 +99,8 @@ class Steps(ABC):
 
         def make(step: int) -> Data:
             if step == first:
-                self.begin_epoch()
+                self._made = {}
+                self._fields.begin_epoch()
             return self.make(number, step)
 
         ahead = self._ahead = OneAhead(make, range(first, len(self)))
@@ -102,9 +128,7 @@ class NodeSteps(Steps):
         labels: Their labels, ``(s,)`` or ``(s, C)``.
         batch_size: Most training nodes in a batch.
         order: Returns the order of the seeds in an epoch.
-        fields: Adds rows and values of edges to a sampled batch.
-        sampler: Samples neighbourhoods.
-        communicator: As for :class:`Steps`.
+        fields: As for :class:`Steps`, like ``sampler`` and ``communicator``.
     """
 
     def __init__(
@@ -117,24 +141,14 @@ class NodeSteps(Steps):
         sampler: DistributedNeighborSampler,
         communicator: Communicator,
     ) -> None:
-        super().__init__(seeds.numel(), batch_size, communicator)
+        super().__init__(seeds.numel(), batch_size, fields, sampler, communicator)
         self._seeds, self._labels, self._order = seeds, labels, order
-        self._fields, self._sampler = fields, sampler
 
     @override
-    def begin_epoch(self) -> None:
-        self._fields.begin_epoch()
-
-    @override
-    def make(self, epoch: int, step: int) -> Data:
+    def seeds_of(self, epoch: int, step: int) -> tuple[Tensor, dict[str, Any]]:
         first, end = self.span(step)
         chosen = self._order.of(epoch)[first:end]
-        sampled = self._sampler.sample(self._seeds[chosen], epoch=epoch)
-        batch = as_data(sampled)
-        self._fields.add(batch, sampled)
-        batch.y = self._labels[chosen]
-        batch.num_in_step = self.num_in(step)
-        return batch
+        return self._seeds[chosen], {"y": self._labels[chosen], "num_in_step": self.num_in(step)}
 
 
 class Fields:
@@ -164,13 +178,17 @@ class Fields:
         """True if batches must have the global ids of their edges."""
         return bool(self._of_edges)
 
-    def add(self, batch: Data, sampled: Sampled) -> None:
-        """Add ``x`` and the values of edges to a batch; every rank makes the call."""
-        owner = self.owners.owner_of(sampled.node)
+    def add_structure(self, batches: Sequence[Data], sampled: Sequence[Sampled]) -> None:
+        """Add the values of edges to some batches; every rank makes the call."""
+        for batch, one in zip(batches, sampled, strict=True):
+            owner = self.owners.owner_of(one.node)
+            for name, rows in self._of_edges.items():
+                batch[name] = rows.fetch(one.edge, owner[one.target])
+
+    def add_rows(self, batch: Data, sampled: Sampled) -> None:
+        """Add ``x`` to a batch; every rank makes the call."""
         if self._features is not None:
-            batch.x = self._features.fetch(sampled.node, owner)
-        for name, rows in self._of_edges.items():
-            batch[name] = rows.fetch(sampled.edge, owner[sampled.target])
+            batch.x = self._features.fetch(sampled.node, self.owners.owner_of(sampled.node))
 
 
 def as_data(sampled: Sampled) -> Data:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -28,44 +30,62 @@ class Pusher:
         self._num_nodes, self._communicator = num_nodes, communicator
         self._ids = torch.int32 if num_nodes < 1 << 31 else torch.int64
 
-    def push(self, edges: InEdges, *, values: Tensor | None = None) -> list[InEdges]:
-        """Push this rank's edges; return those of all ranks, by rank. Every rank makes the call, with no row if so.
+    def push(self, batches: Sequence[InEdges]) -> list[list[InEdges]]:
+        """Push the edges of this rank's batches; every rank makes the call, with as many batches.
 
         Args:
-            edges: This rank's edges.
-            values: Numbers of edges to send as ``source_degree``, ``(E,)`` float64; on all ranks or none.
-        """
-        ranks, communicator = range(self._communicator.world_size), self._communicator
-        own = InEdges(edges.csr, edges.row_id, edges.weight, values)
-        if len(ranks) == 1:
-            return [own]
-        header = torch.zeros(_HEADER, dtype=torch.int64)
-        header[0], header[1] = edges.num_rows, edges.csr.num_entries
-        headers = [torch.empty_like(header) for _ in ranks]
-        communicator.send_and_receive([header] * len(ranks), headers, "push, sizes")
-        sizes = [(int(one[0]), int(one[1])) for one in headers]
-        sizes[communicator.rank] = 0, 0
-        body = torch.cat([edges.csr.indptr.diff(), edges.row_id, edges.csr.index]).to(self._ids)
-        bodies = [torch.empty(2 * rows + entries, dtype=self._ids) for rows, entries in sizes]
-        communicator.send_and_receive([body] * len(ranks), bodies, "push, structure")
-        extras = [self._pushed(one, sizes, label) for one, label in ((edges.weight, "weights"), (values, "degrees"))]
-        pushed = []
-        for rank in ranks:
-            if rank == communicator.rank:
-                pushed.append(own)
-                continue
-            rows, entries = sizes[rank]
-            degree, row_id, index = bodies[rank].split([rows, rows, entries])
-            csr = CSR(_starts(degree), index, self._num_nodes)
-            pushed.append(InEdges(csr, row_id.long(), *(None if one is None else one[rank] for one in extras)))
-        return pushed
+            batches: Edges by batch, with ``source_degree`` (float64) on all ranks or none.
 
-    def _pushed(self, mine: Tensor | None, sizes: list[tuple[int, int]], label: str) -> list[Tensor] | None:
-        if mine is None:
-            return None
-        incoming = [mine.new_empty(entries) for _, entries in sizes]
-        self._communicator.send_and_receive([mine.contiguous()] * len(sizes), incoming, f"push, {label}")
-        return incoming
+        Returns:
+            For each batch, the edges of all ranks' batches, by rank.
+        """
+        communicator, size = self._communicator, self._communicator.world_size
+        if size == 1:
+            return [[one] for one in batches]
+        header = torch.zeros(len(batches), _HEADER, dtype=torch.int64)
+        for line, one in zip(header, batches, strict=True):
+            line[0], line[1] = one.num_rows, one.csr.num_entries
+        headers = [torch.empty_like(header) for _ in range(size)]
+        communicator.send_and_receive([header] * size, headers, "push, sizes")
+        headers[communicator.rank] = torch.zeros_like(header)
+        entries = [int(one[:, 1].sum()) for one in headers]
+        body = torch.cat([part for one in batches for part in (one.csr.indptr.diff(), one.row_id, one.csr.index)])
+        bodies = [
+            torch.empty(2 * int(one[:, 0].sum()) + count, dtype=self._ids)
+            for one, count in zip(headers, entries, strict=True)
+        ]
+        communicator.send_and_receive([body.to(self._ids)] * size, bodies, "push, structure")
+        weights, degrees = (
+            self._pushed([getattr(one, name) for one in batches], entries, f"push, {label}")
+            for name, label in (("weight", "weights"), ("source_degree", "degrees"))
+        )
+        pushed = [
+            list(batches) if rank == communicator.rank else self._read(headers[rank], body, weight, degree)
+            for rank, body, weight, degree in zip(range(size), bodies, weights, degrees, strict=True)
+        ]
+        return [list(one) for one in zip(*pushed, strict=True)]
+
+    def _read(self, header: Tensor, body: Tensor, weight: Tensor | None, degree: Tensor | None) -> list[InEdges]:
+        """Return the edges of a rank's batches, from what came of it."""
+        read, start = [], 0
+        for rows, entries, *_ in header.tolist():
+            in_degree, row_id, index = body[: 2 * rows + entries].split([rows, rows, entries])
+            body = body[2 * rows + entries :]
+            mine = slice(start, start + entries)
+            values = (None if one is None else one[mine] for one in (weight, degree))
+            read.append(InEdges(CSR(_starts(in_degree), index, self._num_nodes), row_id.long(), *values))
+            start += entries
+        return read
+
+    def _pushed(self, mine: list[Tensor | None], entries: list[int], label: str) -> list[Tensor | None]:
+        """Push values of edges, if there are any; return those of each rank."""
+        values = [one for one in mine if one is not None]
+        if not values:
+            return [None] * len(entries)
+        together = torch.cat(values)
+        incoming = [together.new_empty(count) for count in entries]
+        self._communicator.send_and_receive([together] * len(entries), incoming, label)
+        return list(incoming)
 
 
 def _starts(degree: Tensor) -> Tensor:

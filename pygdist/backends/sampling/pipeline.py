@@ -6,7 +6,7 @@ Step *t* of an epoch of *T* batches, which has *T + 2* steps, on every rank:
 computes              and meanwhile
 ====================  =============================================================================================
 first layer of *t*    terms of *t* leave for the owners of the batches
-other layers of       their sum, posted in step *t - 1*, is taken; the backward pass posts its gradient
+other layers of       their sum, posted in step *t - 1*, is taken; its gradient is posted after the backward pass
 *t - 1*
 gradients of the      the gradients of *t - 2*, posted in step *t - 1*, are taken
 first layer of *t-2*
@@ -108,7 +108,7 @@ class Pipeline:
             self._ahead.post_terms()
 
     def total(self) -> Tensor | None:
-        """Take the first layer's sum for this rank's batch; the backward pass posts its gradient.
+        """Take the first layer's sum for this rank's batch; the backward pass notes its gradient.
 
         ``None`` if no rank has a batch in this step.
         """
@@ -133,6 +133,11 @@ class Pipeline:
         first = set(map(id, self._first.parameters))
         return [one for one in parameters if not (self._trains_first if id(one) in first else self._trains_others)]
 
+    def end_backward(self) -> None:
+        """Post the gradient of this step's sum; every rank makes the call."""
+        if self._running is not None and self._running.gradient is not None:
+            self._running.post_gradient(self._running.gradient)
+
     def drain(self) -> None:
         """Take and drop what is on its way, on all ranks alike, where an epoch was cut."""
         for flight in (self._behind, self._running, self._ahead):
@@ -142,7 +147,7 @@ class Pipeline:
 
 
 class _Landed(Function):
-    """A sum that has arrived: its gradient leaves for all ranks, and nobody waits for it in this pass."""
+    """A sum that has arrived: its gradient is noted, to be posted when DDP's sums, which are small, have passed."""
 
     @staticmethod
     def forward(ctx: Any, flight: Flight, total: Tensor) -> Tensor:
@@ -152,7 +157,7 @@ class _Landed(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None]:
-        ctx.flight.post_gradient(gradient)
+        ctx.flight.gradient = gradient
         return None, None
 
 

@@ -78,11 +78,15 @@ class Flight:
         first: The layer.
         blocks: The edges of all ranks' batches, by rank.
         lasts: The parameters may change before :meth:`gradients`.
+
+    Attributes:
+        gradient: Gradient of this rank's sum, ``(D, H)``, once it is known.
     """
 
     def __init__(self, first: FirstLayer, blocks: Sequence[InEdges], *, lasts: bool = False) -> None:
         self._first, self._label, self._arrived = first, "", list[Tensor]()
         self._transfer: Transfer | None = None
+        self.gradient: Tensor | None = None
         named = first.cut.parameters(first.layer)
         with torch.enable_grad():
             self._leaves = {
@@ -115,11 +119,12 @@ class Flight:
         incoming = [gradient.new_empty(one.shape if here else (0, *one.shape[1:])) for one in self._terms]
         outgoing = [gradient if has else gradient[:0] for has in first.has_columns]
         self._post(outgoing, incoming, "push, gradients")
-        self._gradient = gradient
+        self.gradient = gradient
 
     def gradients(self) -> list[Tensor | None]:
         """Wait for the gradients of all ranks' sums; return those of the parameters, from this rank's columns."""
-        grads = self._taken(self._gradient)
+        assert self.gradient is not None, "it was posted"
+        grads = self._taken(self.gradient)
         wanted = [one for one in self._leaves.values() if one.requires_grad]
         graded = [(one, grad) for one, grad in zip(self._terms, grads, strict=True) if one.numel() and grad.numel()]
         found: dict[int, Tensor | None] = {}

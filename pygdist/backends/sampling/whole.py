@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,7 +37,8 @@ def whole_first_layer(layer: Any, cut: Cut, shard: Shard, communicator: Communic
         sums = []
         for number in range(max(num_chunks, 1)):
             edges, index = _chunk(shard, number * _ROWS, weighted=weighted)
-            blocks = pusher.push(edges, values=None if degree is None else degree[index])
+            edges = edges if degree is None else replace(edges, source_degree=degree[index])
+            (blocks,) = pusher.push([edges])
             flight = Flight(first, blocks)
             flight.post_terms()
             sums.append(flight.total())
