@@ -1,4 +1,4 @@
-"""A thread that makes the next item while the caller uses the last one."""
+"""A thread that makes the next items while the caller uses the last one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class OneAhead(Generic[T]):
-    """Makes items in a thread of its own: one as soon as it is made, then one for each that is taken.
+    """Makes items in a thread of its own: a few at first, then one for each that is taken.
 
     So all ranks make the same items if all take as many, even if they stop before the last: items may be made in
     exchanges. An error in the thread is raised where its item is taken.
@@ -19,6 +19,7 @@ class OneAhead(Generic[T]):
     Args:
         make: Makes an item by its number.
         numbers: The numbers of the items.
+        depth: Items that are made ahead.
 
     Example:
         >>> with contextlib.closing(OneAhead(make, range(10))) as items:
@@ -26,7 +27,7 @@ class OneAhead(Generic[T]):
         ...         use(item)
     """
 
-    def __init__(self, make: Callable[[int], T], numbers: range) -> None:
+    def __init__(self, make: Callable[[int], T], numbers: range, depth: int = 1) -> None:
         self._wanted: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._made: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
         self._left = iter(numbers)
@@ -35,7 +36,8 @@ class OneAhead(Generic[T]):
         )
         self._thread.start()
         self._count = len(numbers)
-        self._ask()
+        for _ in range(depth):
+            self._ask()
 
     def __iter__(self) -> Iterator[T]:
         for _ in range(self._count):

@@ -27,7 +27,7 @@ _END_S = 5.0  # a thread that takes longer waits for a rank that does not answer
 
 
 class Steps(ABC):
-    """The steps of an epoch, in each of which a rank has a mini-batch or none; a thread makes them one ahead.
+    """The steps of an epoch, in each of which a rank has a mini-batch or none; a thread makes them ahead.
 
     An epoch has as many steps as the rank with most examples needs, and every rank spreads its own evenly over them. So
     no step trains on a small remainder, which would count as much as a full one.
@@ -103,7 +103,7 @@ class Steps(ABC):
                 self._fields.begin_epoch()
             return self.make(number, step)
 
-        ahead = self._ahead = OneAhead(make, range(first, len(self)))
+        ahead = self._ahead = OneAhead(make, range(first, len(self)), self._fields.depth)
         try:
             for _ in range(first, len(self)):
                 self._communicator.begin_wait("next batch")
@@ -172,6 +172,11 @@ class Fields:
     ) -> None:
         self.owners, self._features, self._of_edges = owners, features, dict(of_edges)
         self.aside, self.begin_epoch = aside, begin_epoch
+
+    @property
+    def depth(self) -> int:
+        """Batches to make ahead: one if they hold features, else those that are sampled at once."""
+        return _TOGETHER if self._features is None else 1
 
     @property
     def need_edge_ids(self) -> bool:

@@ -18,13 +18,14 @@ def test_items_come_in_order_and_the_thread_ends() -> None:
 
 
 @pytest.mark.parametrize("taken", [0, 1, 4])
-def test_one_more_is_made_than_is_taken(taken: int) -> None:
+@pytest.mark.parametrize("depth", [1, 3, 9])
+def test_so_many_more_are_made_than_are_taken(taken: int, depth: int) -> None:
     made: list[int] = []
-    items = OneAhead(made.append, range(5))
+    items = OneAhead(made.append, range(5), depth)
     for _ in range(taken):
         items.take()
     items.close()
-    assert made == list(range(min(taken + 1, 5)))
+    assert made == list(range(min(taken + depth, 5)))
 
 
 def test_an_error_is_raised_where_its_item_is_taken() -> None:
