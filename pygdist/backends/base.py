@@ -243,20 +243,22 @@ class Backend(ABC):
         """Called on all ranks after the last step of an epoch: drop what is on its way, if the epoch was cut."""
 
     def sit_out(self, sample: Any) -> Tensor | None:
-        """Called in place of a forward pass where a rank has no batch left, with its empty one.
+        """Called in place of the forward pass on a rank whose batch is empty.
 
         Returns:
             A zero whose backward pass takes part in what the other ranks do; ``None`` if they do nothing together.
         """
         return None
 
-    def whole_first_layer(self, layer: MessagePassing, shard: Shard, *args: Any, **kwargs: Any) -> Tensor:
+    def whole_first_layer(
+        self, layer: MessagePassing, shard: Shard, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor:
         """Return the output of a model's first layer for owned nodes, if :attr:`Abilities.holds_columns`.
 
         Args:
             layer: The layer.
             shard: This rank's part.
-            args: The layer's arguments after its rows.
+            args: The layer's arguments.
             kwargs: Its keyword arguments.
         """
         raise NotImplementedError

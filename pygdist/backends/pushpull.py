@@ -36,6 +36,8 @@ from pygdist.graph.shard import is_unknown, unknown_rows
 from pygdist.hops.arguments import tensors_of
 from pygdist.hops.first_layer import Cut, InEdges, cut_of
 from pygdist.hops.layer import layer_name, own_class
+from pygdist.hops.untouched import IrreversibleError
+from pygdist.hops.user_code import in_one_line
 from pygdist.nn.inputs import edge_inputs
 from pygdist.sampler._native import Sampled
 from pygdist.sampler.base import MiniBatches
@@ -43,6 +45,7 @@ from pygdist.sampler.owners import NodeOwners, RemoteRows
 from pygdist.sampler.steps import Fields, Steps
 
 _INSTEAD = "use backend pull"
+_ELSEWHERE = "reads the features elsewhere than in its first layer, but no rank has all of a node's"
 
 
 class PushPullBackend(SampledBackend):
@@ -79,7 +82,7 @@ class PushPullBackend(SampledBackend):
     _flights: Pipeline | None = None
     _first: FirstLayer | None = None
     _facts: ModelFacts | None = None
-    _trial: _Trial | None = None  # while a model is tried
+    _trial: _StandIn | None = None  # while a model is tried
     _weighted = False  # the first layer gets the weights of edges
 
     def __init__(self, *, pipeline: Literal[1, 3] = 1) -> None:
@@ -145,22 +148,27 @@ class PushPullBackend(SampledBackend):
         return self._found.total(of_layer(blocks, weighted=self._weighted))
 
     @override
-    def whole_first_layer(self, layer: MessagePassing, shard: Shard, *args: Any, **kwargs: Any) -> Tensor:
-        weighted = _takes_weights(layer, args, kwargs)
-        return whole_first_layer(layer, _cut(layer), shard, self.communicator, weighted=weighted)
+    def whole_first_layer(
+        self, layer: MessagePassing, shard: Shard, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor:
+        weighted = _takes_weights(layer, _bound(layer, args, kwargs), shard.edge_weight)
+        return whole_first_layer(layer, _cut(layer, shard), shard, self.communicator, weighted=weighted)
 
     # -- the first layer -----------------------------------------------------------------------------------------------
 
     @override
     def run_layer(self, layer: MessagePassing, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not (args and isinstance(args[0], Tensor) and is_unknown(args[0])):
+        trial, running = self._trial, self._now
+        is_stub = is_unknown if trial is None else trial.is_stub
+        if not any(isinstance(one, Tensor) and is_stub(one) for one in (*args, *kwargs.values())):
             return super().run_layer(layer, forward, args, kwargs)
-        running, cut, weighted = self._now, _cut(layer), _takes_weights(layer, args[1:], kwargs)
-        if self._trial is not None:
-            self._weighted = weighted
-            out = cut.rest(layer, self._trial.rows_for(layer, cut, args[0]))
+        cut, bound = _cut(layer, self.shard), _bound(layer, args, kwargs)
+        if trial is not None:
+            self._weighted = _takes_weights(layer, bound, trial.edge_weight)
+            out = cut.rest(layer, trial.rows_for(layer, cut))
             return running.placed(layer, out) if isinstance(running, SampledPass) else out
         assert isinstance(running, SampledPass), "all ranks found that rows can be left out"
+        _takes_weights(layer, bound, running.edge_weight)
         total = self._total(running.blocks)
         assert total is not None, "this rank has a batch"
         return running.placed(layer, cut.rest(layer, total))
@@ -172,37 +180,65 @@ class PushPullBackend(SampledBackend):
         Raises:
             InputError: If the model cannot be cut there; the message says why.
         """
+        if not self._columns.is_floating_point():
+            raise InputError(
+                f"backend 'pushpull': the features are {self._columns.dtype}, but a first layer multiplies them; "
+                "convert them with float_features=True (--data.float_features=true)"
+            )
+        self.kept.uncompared = False  # it runs outside of a call here
         num_hops = len(getattr(batches, "fan_out", ())) or 2
-        adjacency, hops, inputs = small_neighbourhood(self.shard, model, num_hops)
-        x = unknown_rows(sum(hops.num_nodes), self.shard.x.size(1), self.shard.x.dtype)
-        of_edges: list[Kind] = ["edge"]
-        call = Call(model, (x, adjacency), inputs, ["node", None, *of_edges * len(inputs)])
-        self._trial = trial = _Trial()
         try:
-            with self._by_itself(model, self._over(call.args, inputs), False), torch.no_grad():
-                outs = tensors_of(model.forward(x, adjacency, **inputs))
-            if trial.layer is None or any(bool(one.isnan().any()) for one in outs):
-                raise InputError(
-                    f"backend 'pushpull': {own_class(model).__name__} reads the features elsewhere than in its first "
-                    f"layer, but no rank has all of a node's; {_INSTEAD}"
-                )
-            facts = self._tried(call, adjacency, hops)
+            layer, self._facts = self._layer_and_hops(model, num_hops)
+        except (RuntimeError, TypeError, ValueError, IrreversibleError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise InputError(
+                f"backend 'pushpull': {own_class(model).__name__} ends with {in_one_line(error)} on a small graph"
+            ) from error
         finally:
             self._trial = None
+        cut, width = _cut(layer, self.shard), self.shard.x.size(1)
+        self._first = FirstLayer(layer, cut, self._columns, width, self.communicator)
+        if self._facts is None:
+            raise _refused(model, self._all_rows)
+        if batches is not None and len(self._facts.widths) != num_hops:
+            raise InputError(
+                f"fan_out has {num_hops} numbers, but {own_class(model).__name__} makes {len(self._facts.widths)} "
+                "hops; backend 'pushpull' needs one for each hop"
+            )
+
+    def _layer_and_hops(self, model: nn.Module, num_hops: int) -> tuple[MessagePassing, ModelFacts | None]:
+        """Return the layer that gets the features, and the hops of the model; ``None`` if all rows are needed.
+
+        The model must put out the same whatever the features are, if the first layer's output is given.
+        """
+        adjacency, hops, inputs = small_neighbourhood(self.shard, model, num_hops)
+        num_rows, outs = sum(hops.num_nodes), list[list[Tensor]]()
+        for number in (float("nan"), 1.0, -1.0):
+            x = torch.full((1, 1), number, dtype=self.shard.x.dtype).as_strided(
+                (num_rows, self.shard.x.size(1)), (0, 0)
+            )
+            trial = self._trial = _StandIn(x, inputs.get("edge_weight"))
+            of_edges: list[Kind] = ["edge"]
+            call = Call(model, (x, adjacency), inputs, ["node", None, *of_edges * len(inputs)])
+            for training in (True, False) if not outs else (False,):
+                with self._by_itself(model, self._over(call.args, inputs), training):
+                    out = tensors_of(model.forward(x, adjacency, **inputs))
+                    trial.check(model, out)
+                if trial.layer is None or (not outs and any(bool(one.isnan().any()) for one in out)):
+                    raise _refused(model, _ELSEWHERE)
+            outs.append([one.detach() for one in out])
+        alike = all(
+            torch.allclose(one, other, rtol=1e-5, atol=1e-6)  # NaN is not
+            for others in outs[1:]
+            for one, other in zip(outs[0], others, strict=True)
+        )
+        if not alike:
+            raise _refused(model, _ELSEWHERE)
         layer = trial.layer
-        self._first = FirstLayer(layer, _cut(layer), self._columns, self.shard.x.size(1), self.communicator)
-        self._facts = facts
-        if batches is not None and facts is None:
-            raise InputError(
-                f"backend 'pushpull': {own_class(model).__name__} looks at all nodes of a batch at once, as norms over "
-                "nodes do, or normalises weights that it computes, but rows that no layer reads are left out; "
-                f"{_INSTEAD}"
-            )
-        if batches is not None and facts is not None and len(facts.widths) != num_hops:
-            raise InputError(
-                f"fan_out has {num_hops} numbers, but {own_class(model).__name__} makes {len(facts.widths)} hops; "
-                "backend 'pushpull' needs one for each hop"
-            )
+        assert layer is not None, "else the model was refused"
+        self._trial = _StandIn(x, inputs.get("edge_weight"))
+        return layer, self._tried(call, adjacency, hops)
 
     @property
     def _found(self) -> FirstLayer:
@@ -222,17 +258,27 @@ class PushPullBackend(SampledBackend):
         return self._facts
 
 
-class _Trial:
+class _StandIn:
     """Rows that stand for the first layer's output while a model is tried.
+
+    Args:
+        x: Rows that stand for the features.
+        edge_weight: Weights that stand for the graph's.
 
     Attributes:
         layer: The layer that got the features.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, x: Tensor, edge_weight: Tensor | None) -> None:
+        self._x, self.edge_weight = x, edge_weight
         self.layer: MessagePassing | None = None
+        self._rows: list[Tensor] = []  # one for each call of the layer in a pass
 
-    def rows_for(self, layer: MessagePassing, cut: Cut, x: Tensor) -> Tensor:
+    def is_stub(self, x: Tensor) -> bool:
+        """Tell if a layer gets the features."""
+        return x.dim() == 2 and x.stride() == (0, 0) and x.data_ptr() == self._x.data_ptr()
+
+    def rows_for(self, layer: MessagePassing, cut: Cut) -> Tensor:
         """Return random rows as wide as the sum over ranks, the same each time."""
         if self.layer is not None and self.layer is not layer:
             raise InputError(
@@ -241,8 +287,30 @@ class _Trial:
             )
         self.layer = layer
         weight = layer.get_parameter(cut.weights[0])
-        rows = torch.randn(x.size(0), weight.size(0), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-        return rows.to(weight)
+        shape, generator = (self._x.size(0), weight.size(0)), torch.Generator().manual_seed(1)
+        rows = torch.randn(shape, generator=generator, dtype=torch.float64).to(weight)
+        self._rows.append(rows.requires_grad_(torch.is_grad_enabled() and weight.requires_grad))
+        return self._rows[-1]
+
+    def check(self, model: nn.Module, out: list[Tensor]) -> None:
+        """Refuse a model whose passes make other exchanges than one sum and its gradient.
+
+        A rank whose batch is empty makes these without running the model.
+        """
+        rows, graded = self._rows, [one for one in out if one.requires_grad]
+        wanted = [one for one in rows if one.requires_grad]
+        if len(rows) == 1 and wanted and graded:
+            total = torch.stack([one.sum() for one in graded]).sum()
+            found = torch.autograd.grad(total, wanted, allow_unused=True)[0] if total.requires_grad else None
+        else:
+            found = None
+        count = len(self._rows)
+        self._rows = []
+        if count > 1:
+            raise _refused(model, "runs its first layer more than once in a pass, or again in the backward pass")
+        needs_gradient = self.layer is not None and any(one.requires_grad for one in self.layer.parameters())
+        if count and needs_gradient and found is None:
+            raise _refused(model, "puts out nothing that has a gradient for its first layer")
 
 
 class _Pushed(Fields):
@@ -273,21 +341,44 @@ class _Pushed(Fields):
             batch.blocks = blocks
 
 
-def _cut(layer: MessagePassing) -> Cut:
+def _refused(model: nn.Module, reason: str) -> InputError:
+    return InputError(f"backend 'pushpull': {own_class(model).__name__} {reason}; {_INSTEAD}")
+
+
+def _cut(layer: MessagePassing, shard: Shard) -> Cut:
     try:
-        return cut_of(layer)
+        cut = cut_of(layer)
     except ValueError as error:
         raise InputError(f"backend 'pushpull' cannot compute the first layer by columns: {error}; {_INSTEAD}") from None
-
-
-def _takes_weights(layer: MessagePassing, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell if a first layer gets the weights of edges; refuse further inputs."""
-    names = [*list(inspect.signature(own_class(layer).forward).parameters)[3 : 2 + len(args)], *kwargs]
-    values = [*args[1:], *kwargs.values()]
-    further = {name for name, value in zip(names, values, strict=False) if value is not None and name != "edge_index"}
-    if further - {"edge_weight"}:
+    width, taken = shard.x.size(1), layer.get_parameter(cut.weights[0]).size(1)
+    if taken != width:
         raise InputError(
-            f"backend 'pushpull': {layer_name(layer)} gets {', '.join(sorted(further - {'edge_weight'}))}, which the "
-            f"ranks that compute the first layer do not have; {_INSTEAD}"
+            f"the model does not accept the graph's {width} features per node, as {layer_name(layer)} takes {taken}; "
+            f"set the model's in_channels to {width}, or to -1 to take it from the graph"
         )
-    return bool(further)
+    return cut
+
+
+def _bound(layer: MessagePassing, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a layer by name."""
+    return dict(inspect.signature(own_class(layer).forward).bind(layer, *args, **kwargs).arguments)
+
+
+def _takes_weights(layer: MessagePassing, bound: dict[str, Any], of_graph: Tensor | None) -> bool:
+    """Tell if a first layer gets the graph's edge weights; refuse further inputs, and other weights."""
+    further = {name: value for name, value in bound.items() if value is not None}
+    further = {name: value for name, value in further.items() if name not in ("self", "x", "edge_index")}
+    weight = further.pop("edge_weight", None)
+    if further:
+        raise InputError(
+            f"backend 'pushpull': {layer_name(layer)} gets {', '.join(sorted(further))}, which the ranks that compute "
+            f"the first layer do not have; {_INSTEAD}"
+        )
+    if weight is None or not weight.numel():
+        return weight is not None
+    if of_graph is None or weight.data_ptr() != of_graph.data_ptr():
+        raise InputError(
+            f"backend 'pushpull': {layer_name(layer)} gets edge weights that the model computes, but the ranks that "
+            f"compute the first layer have those of the graph alone; {_INSTEAD}"
+        )
+    return True

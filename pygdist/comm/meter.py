@@ -42,7 +42,10 @@ class Traffic:
 
 @dataclass
 class TrafficMeter:
-    """Counts into :attr:`total`; :meth:`reset` starts a new period, such as an epoch. Threads may count at once."""
+    """Counts into :attr:`total`; :meth:`reset` starts a new period, such as an epoch.
+
+    Threads may count bytes and calls at once; the main thread alone counts what it waits.
+    """
 
     total: Traffic = field(default_factory=Traffic)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)

@@ -10,6 +10,7 @@ import contextlib
 import datetime
 import queue
 import threading
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -61,7 +62,7 @@ class Transport:
         self._calls, self._digest, self._last = 0, 0, ""  # calls, a checksum of their labels, and the last
         self._at = ""
         self._apart: list[Transport] = []  # of the same ranks, closed with this one
-        self._users: list[Callable[[], None]] = []
+        self._users: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.is_nccl = group is not None and dist.get_backend(group) == "nccl"
         if group is not None and self.is_nccl:
             # nccl wants every rank in the first call of a group; later pairs may then involve any two
@@ -98,8 +99,9 @@ class Transport:
     def close(self) -> None:
         """Destroy the process group, which was made for this communicator; every later exchange is refused."""
         users, self._users = self._users, []
-        for end in users:
-            end()
+        for user in users:
+            if (end := user()) is not None:
+                end()
         for one in self._apart:
             one.close()
         self.courier.close()
@@ -109,8 +111,12 @@ class Transport:
             dist.destroy_process_group(group)
 
     def before_close(self, end: Callable[[], None]) -> None:
-        """Have ``end`` called before the process group is destroyed: it ends threads that make exchanges."""
-        self._users.append(end)
+        """Have a method called before the process group is destroyed: it ends threads that make exchanges.
+
+        Its object is not kept alive.
+        """
+        self._users = [one for one in self._users if one() is not None]
+        self._users.append(weakref.WeakMethod(end))
 
     # -- what each exchange reports -------------------------------------------------------------------------------
 

@@ -188,9 +188,12 @@ class Shard:
         return self.replace(surroundings=around, clones=clones, adjacency=adjacency, plan=plan, **moved)
 
     def astype(self, dtype: torch.dtype) -> Shard:
-        """Return the shard with features, edge inputs and label matrices in ``dtype``, or itself if they are."""
+        """Return the shard with features, edge inputs and label matrices in ``dtype``, or itself if they are.
+
+        ``columns`` stay in their type, as they lie on disk.
+        """
         around = None if self.surroundings is None else self.surroundings.astype(dtype)
-        names = floats_unlike(self, ("x", "y", "columns", *EDGE_FIELDS), dtype)
+        names = floats_unlike(self, ("x", "y", *EDGE_FIELDS), dtype)
         floats = {name: self._converted(name, around, dtype) for name in names}
         return self.replace(surroundings=around, **floats) if floats or around is not self.surroundings else self
 
@@ -210,14 +213,14 @@ class Shard:
 
 def is_unknown(x: Tensor) -> bool:
     """Tell if rows are those of :func:`unknown_rows`, or a part of them."""
-    return x.dim() == 2 and x.stride() == (0, 0) and x.is_floating_point()
+    one_number = x.dim() == 2 and x.stride() == (0, 0) and x.is_floating_point()
+    return one_number and (x.numel() == 0 or bool(x[0, 0].isnan()))
 
 
 def converted(value: Tensor, to: torch.device | torch.dtype) -> Tensor:
     """Return a tensor on a device or in a type; unknown rows stay one number in memory."""
     if is_unknown(value) and value.numel():
-        one: Tensor = value[:1, :1].to(to)
-        return one.expand_as(value)
+        return value[:1, :1].to(to).as_strided(value.shape, (0, 0))
     result: Tensor = value.to(to)
     return result
 
@@ -225,4 +228,5 @@ def converted(value: Tensor, to: torch.device | torch.dtype) -> Tensor:
 def unknown_rows(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
     """Return rows whose features this rank does not hold: NaN, all in one number of memory."""
     dtype = dtype if dtype.is_floating_point and dtype != torch.float16 else torch.get_default_dtype()
-    return torch.full((1, 1), float("nan"), dtype=dtype).expand(num_rows, width)
+    # not expand(), which gives a dimension of one another stride
+    return torch.full((1, 1), float("nan"), dtype=dtype).as_strided((num_rows, width), (0, 0))

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -76,7 +77,7 @@ class Cut(NamedTuple):
             returns ``(D, c)`` for each weight.
         rest: Called with the layer and the sum of all ranks ``(D, H)``; returns the layer's output.
         degrees: Called with the layer, edges and a type; returns the in-degrees of the rows as the layer counts them,
-            ``(D,)``. ``None`` if it asks for none of its sources.
+            ``(D,)``. ``None`` if the layer does not use the degrees of its sources.
     """
 
     weights: tuple[str, ...]
@@ -124,37 +125,44 @@ def _find(layer: MessagePassing) -> tuple[Cut | None, str]:
     if isinstance(cut, str):
         return None, cut
     worst = _difference(layer, cut)
-    if worst > _TOLERANCE:
+    if not worst <= _TOLERANCE:  # NaN is not
         return None, f"computes something else than {cls.__name__}: cut by columns, six nodes are off by {worst:.1e}"
     return cut, ""
 
 
 def _difference(layer: MessagePassing, cut: Cut) -> float:
-    """Cut a copy of a layer between two ranks, on a few nodes in float64; return how far it is from the layer."""
+    """Cut a copy of a layer between two ranks, on a few nodes in float64; return how far it is from the layer.
+
+    It is relative to the largest number. The layer is tried in training too, where a subclass may do something else.
+    """
     plain = copy.deepcopy(layer)
     plain.__class__ = own_class(layer)
     forget_local_state(plain)
     put_local_propagate_back(plain)
-    plain = plain.double().eval()
-    generator = torch.Generator().manual_seed(0)
+    plain, generator = plain.double(), torch.Generator().manual_seed(0)
     width = plain.get_parameter(cut.weights[0]).size(1)
     x = torch.randn(_NODES, width, generator=generator, dtype=torch.float64)
     source, target = torch.randint(_NODES, (2, _EDGES), generator=generator)
     target = target.clamp(max=_NODES - 2)  # the last node has no in-edge
     csr = CSR.from_coo(target, source, num_rows=_NODES, num_cols=_NODES)
-    worst, takes_weights = 0.0, "edge_weight" in inspect.signature(type(plain).forward).parameters
-    for weight in (None, torch.rand(_EDGES, generator=generator, dtype=torch.float64))[: 1 + takes_weights]:
+    takes_weights = "edge_weight" in inspect.signature(type(plain).forward).parameters
+    weights = (None, torch.rand(_EDGES, generator=generator, dtype=torch.float64))[: 1 + takes_weights]
+    apart = []
+    for weight, training in itertools.product(weights, (True, False)):
         sorted_weight = None if weight is None or csr.perm is None else weight[csr.perm]
         edges = InEdges(CSR(csr.indptr, csr.index, _NODES), torch.arange(_NODES), sorted_weight)
-        with torch.no_grad():
+        plain.train(training)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
             terms = [
                 cut.partial(plain, cut.parameters(plain), edges, x[:, mine].contiguous(), mine)
                 for mine in (slice(0, width // 2), slice(width // 2, width))
             ]
+            torch.manual_seed(0)
             found = cut.rest(plain, terms[0] + terms[1])
+            torch.manual_seed(0)
             expected = plain(x, torch.stack([source, target]), *([] if weight is None else [weight]))
-        worst = max(worst, float((found - expected).abs().max()))
-    return worst
+        apart.append((found - expected).abs().max() / max(1.0, float(expected.abs().max())))
+    return float(torch.stack(apart).max())
 
 
 def _reduce_of(layer: MessagePassing) -> str | None:
@@ -205,7 +213,7 @@ def _fill(layer: GCNConv, edges: InEdges) -> float:
 
 
 def _with_loops(layer: GCNConv, edges: InEdges, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Return the weights of edges, and those of the self-loops that are added, in whose place others have 0."""
+    """Return the weights of edges, and of the self-loops that are added; loops that exist get 0 among the edges."""
     csr, weight = edges.csr, edges.weight
     weight = torch.ones(csr.num_entries, dtype=dtype) if weight is None else weight.to(dtype)
     if not layer.add_self_loops:

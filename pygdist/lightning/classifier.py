@@ -80,6 +80,11 @@ class NodeClassifier(GraphModule):
     @override
     def setup(self, stage: str) -> None:
         super().setup(stage)
+        batches = self._datamodule().batches
+        if batches is not None and batches.of_edges:
+            raise InputError(
+                f"batches: NodeClassifier trains on nodes, but {type(batches).__name__} have edges; use NeighborBatches"
+            )
         self._train_share = None
         shard, weights = self.shard, self.class_weights
         if weights is not None and shard.multi_label:
@@ -184,15 +189,13 @@ class NodeClassifier(GraphModule):
 
     def _learn_sample(self, shard: Shard, sample: Data, num_in_step: int | None) -> Tensor:
         """Return the mean loss of a mini-batch's training nodes; with GraphSAINT's norms it estimates the part's."""
-        if "edge_label" in sample:
-            raise InputError("batches: NodeClassifier trains on nodes, but EdgeBatches have edges; use NeighborBatches")
         if shard.y is None or shard.train_mask is None:
             raise InputError(_UNLABELLED.format("train"))
         graph, edges = sampled_graph(sample)
         out = self._checked(outputs_of(self.model, graph, edges))
         norm = graph.get("node_norm")
-        every = torch.ones(len(graph.y), dtype=torch.bool, device=graph.y.device)
         if "train_mask" not in graph:  # outputs and labels are those of the seeds
+            every = torch.ones(len(graph.y), dtype=torch.bool, device=graph.y.device)
             total, share = self._noted(out, graph.y, every, "train")
         elif norm is None:
             total, share = self._noted(out, graph.y, graph.train_mask, "train")
@@ -233,8 +236,9 @@ class NodeClassifier(GraphModule):
             torch.zeros((), device=self.device),
             0.0,
         )
+        loss = self.idle_loss(sample)  # first, as the others run the model first
         self._in_step(0.0, num_in_step)
-        return self.idle_loss(sample)
+        return loss
 
     def _noted(
         self, out: Any, y: Tensor, mask: Tensor, stage: Stage, weight: Tensor | None = None

@@ -71,7 +71,7 @@ class GraphDataModule(pl.LightningDataModule):
             by default.
         num_classes: Number of classes; a label beyond it is an error. By default the largest label plus one.
         batches: Train in mini-batches, such as :class:`~pygdist.sampler.NeighborBatches`, for the backends ``replica``
-            (of each part) and ``pull`` (across parts). By default each epoch trains on a whole part at once.
+            (of each part), ``pull`` and ``pushpull`` (across parts). By default each epoch trains on a whole part.
         batch_seed: Seed of the mini-batches.
         num_workers: Processes of each rank that draw mini-batches ahead; 0 draws them when they are needed.
         store: A folder that ``pygdist partition`` wrote; then nothing is loaded or partitioned.
@@ -380,6 +380,8 @@ class GraphDataModule(pl.LightningDataModule):
         if not self._abilities.trains_parts:
             if self.num_workers:
                 raise InputError("num_workers: batches are sampled by all ranks together, in a thread; leave it out")
+            if self._sampled is not None:  # of the epochs before, where loaders are made anew
+                self._sampled.release()
             module = self._module
             steps = module.backend.steps(self.shard, self.batches, module.model, seed=self.batch_seed)
             self._sampled = StepLoader(self.shard.rank, self.open_part, steps, epoch=epoch, made=made, dealt=dealt)

@@ -147,6 +147,6 @@ class _AfterFirst(CommBackend):
     def run_layer(
         self, layer: MessagePassing, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if args and isinstance(args[0], Tensor) and is_unknown(args[0]):
-            return self._trained_by.whole_first_layer(layer, self.shard, *args[1:], **kwargs)
+        if any(isinstance(one, Tensor) and is_unknown(one) for one in (*args, *kwargs.values())):
+            return self._trained_by.whole_first_layer(layer, self.shard, args, kwargs)
         return super().run_layer(layer, forward, args, kwargs)

@@ -141,9 +141,16 @@ class LinkPredictor(GraphModule):
     @override
     def setup(self, stage: str) -> None:
         super().setup(stage)
-        if self.train_share < 1 and self._datamodule().batches is not None:
+        batches = self._datamodule().batches
+        if batches is not None and not batches.of_edges:
             raise InputError(
-                "train_share: an epoch of mini-batches has all edges; leave it out, or limit_train_batches"
+                f"batches: LinkPredictor trains on pairs of nodes, but {type(batches).__name__} have nodes; set "
+                "batches=EdgeBatches([10, 5]), with a number for each layer"
+            )
+        if self.train_share < 1 and batches is not None:
+            raise InputError(
+                "train_share: an epoch of mini-batches has all edges; leave it out (limit_train_batches shortens an "
+                "epoch)"
             )
         if self.decoder is not None:
             if stage == "fit" and self.communicator.world_size > 1:
@@ -202,8 +209,6 @@ class LinkPredictor(GraphModule):
         if sample is None or batch.shard is None:  # other ranks have edges left
             self._log_loss("train", torch.zeros((), device=self.device), 0)
             return self.idle_loss(sample)
-        if "edge_label" not in sample:
-            raise InputError("batches: LinkPredictor trains on EdgeBatches, which have pairs of nodes")
         self.place(batch.shard)
         graph, edges = sampled_graph(sample)
         rows = call_encoder(self.model, graph, edges)

@@ -116,6 +116,11 @@ class GraphModule(pl.LightningModule):
         check_accumulation(self.trainer, several_steps=data.batches is not None or num_parts > world_size)
         check_precision(self.trainer.precision_plugin, self.backend)
         check_lag(self.trainer, self.backend)
+        if not (self.exact_evaluation or self.backend.abilities.evaluates or self.backend.abilities.trains_parts):
+            raise InputError(
+                f"exact_evaluation: backend '{self.backend.name}' runs on mini-batches, so the model is evaluated on "
+                "the whole graph; leave exact_evaluation=True"
+            )
         check_strategy(
             type(self.trainer.strategy).__name__, self.backend, self.model,
             averages_models=self.averages_models, num_parts=num_parts, world_size=world_size,
@@ -205,7 +210,7 @@ class GraphModule(pl.LightningModule):
             self._forget_evaluation()
             in_turns = data.num_parts_in_all > self.communicator.world_size
             # training on parts was checked; mini-batches are graphs of their own
-            check = self.check and data.batches is not None
+            check = self.check and (data.batches is not None or not self.backend.abilities.trains_parts)
             self._kept_evaluation = WholeGraphEvaluation(
                 self.model, self.communicator, self.savings, self.backend, in_turns=in_turns, check=check
             )

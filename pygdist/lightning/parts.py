@@ -28,10 +28,12 @@ from pygdist.sampler.steps import Steps
 
 
 class PartBatch:
-    """The input of one step: a part by its number, a mini-batch of it (``sample``), or nothing, or an empty mini-batch.
+    """The input of one step.
 
-    ``open_part`` returns a part, and may free the one before. ``num_in_step`` is the number of labelled training nodes
-    of all ranks in the step, if it is known without an exchange, on all ranks alike.
+    It is a part (``part``), a mini-batch of it (``part`` and ``sample``), or, where a rank is idle, nothing or an empty
+    mini-batch (``sample`` alone). ``open_part`` returns a part, and may free the one before. ``num_in_step`` is the
+    number of nodes or pairs that all ranks train on in the step, if it is known without an exchange, on all ranks
+    alike.
     """
 
     # not a dataclass, as Lightning's precision plugins copy dataclasses field by field
@@ -225,6 +227,10 @@ class StepLoader(Resumable):
     def close(self) -> None:
         """End the thread that makes batches."""
         self._steps.close()
+
+    def release(self) -> None:
+        """End the thread, and close its process group; every rank makes the call between two epochs."""
+        self._steps.release()
 
 
 class FullGraphLoader(Resumable):

@@ -156,7 +156,7 @@ _SIGNATURES: dict[str, tuple[type[ctypes._CData], ...]] = {
     "pygdist_hop_key": (_HOP, ctypes.POINTER(_SEED)),
     "pygdist_draw": (_CSR, _HOP, _SEED, _ARRAY),
     "pygdist_place_hop": (_HOP,),
-    "pygdist_copy_rows": (_ARRAY, _ARRAY, _ARRAY, _ARRAY, _LONG, _LONG),
+    "pygdist_copy_rows": (_ARRAY, _LONG, _ARRAY, _ARRAY, _LONG, _ARRAY, _LONG, _LONG),
     "pygdist_induce": (_CSR, _HOP),
     "pygdist_gat_grad": (_CSR, _ARRAY, _ARRAY, _REAL, *[_ARRAY] * 4),
 }

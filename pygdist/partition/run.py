@@ -124,6 +124,8 @@ class _Job:
 
     def check(self) -> None:
         """Refuse a placement that the partitioner, or parts of the devices' size, cannot have."""
+        if self.placement.splits_features and isinstance(self.num_parts, DeviceMemory):
+            raise InputError(f"placement '{self.placement.name}' needs a number of parts, not the memory of devices")
         if not self.placement.splits_nodes:
             return
         if not isinstance(self.partitioner, EdgePartitioner):

@@ -6,6 +6,7 @@ Node ids are int64. Seeds are in range; the callers check that.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -113,17 +114,25 @@ def place(nodes: Tensor, sources: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def copy_rows(rows: Tensor, source: Tensor | None, out: Tensor, target: Tensor | None) -> None:
-    """Copy rows: ``out[target] = rows[source]``, where ``None`` stands for all, in order; contiguous, on the CPU."""
+    """Copy rows: ``out[target] = rows[source]``, where ``None`` stands for all, in order; contiguous, on the CPU.
+
+    Raises:
+        IndexError: If a row is out of range.
+    """
     index = source if source is not None else target
     count = rows.size(0) if index is None else index.numel()
-    assert rows.is_contiguous(), "rows are copied as bytes"
-    assert out.is_contiguous(), "rows are copied as bytes"
-    assert rows.dtype == out.dtype, "rows are copied as bytes"
-    row_bytes = out[:1].nbytes if out.size(0) else 0
+    if rows.shape[1:] != out.shape[1:] or rows.dtype != out.dtype or not (rows.is_contiguous() and out.is_contiguous()):
+        raise ValueError(f"rows {tuple(rows.shape)} {rows.dtype} do not fit {tuple(out.shape)} {out.dtype}")
+    row_bytes = math.prod(out.shape[1:]) * out.itemsize
     places = [None if one is None else one.to(torch.int64).contiguous() for one in (source, target)]
     pointers = [None if one is None else one.data_ptr() for one in places]
-    native = library.require("copying rows")
-    native.pygdist_copy_rows(rows.data_ptr(), pointers[0], out.data_ptr(), pointers[1], count, row_bytes)
+    status = library.require("copying rows").pygdist_copy_rows(
+        rows.data_ptr(), rows.size(0), pointers[0], out.data_ptr(), out.size(0), pointers[1], count, row_bytes
+    )
+    if status != Status.OK:
+        raise IndexError(
+            f"a row is not among the {rows.size(0)} rows that are copied, or the {out.size(0)} of the copy"
+        )
 
 
 def _run(name: str, hop: NativeHop, *arguments: Any, matrix: NativeCsr | None = None) -> None:

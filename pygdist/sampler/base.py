@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sized
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -71,7 +71,12 @@ class MiniBatches(ABC):
       aggregation, with ``in_degree``, the number of edges into each row in the whole part
     - for sampled neighbourhoods ``batch_size``, the number of seeds, which are the first rows, and PyG's
       ``num_sampled_nodes`` and ``num_sampled_edges``, by hop
+
+    Attributes:
+        of_edges: True if a batch has pairs of nodes to learn, in place of nodes.
     """
+
+    of_edges: ClassVar[bool] = False
 
     def precompute(self, part: Data, csr: CSR, *, seed: int) -> dict[str, Tensor]:
         """Compute fields of a part that take long and are the same in every epoch; none by default.

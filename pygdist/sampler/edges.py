@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -45,6 +45,8 @@ class EdgeBatches(MiniBatches):
         >>> trainer.fit(LinkPredictor(GraphSAGE(-1, 64, 2, 32), backend="pull"), datamodule=data)
     """
 
+    of_edges: ClassVar[bool] = True
+
     def __init__(
         self,
         fan_out: Sequence[int] = (25, 10),
@@ -65,7 +67,10 @@ class EdgeBatches(MiniBatches):
         Raises:
             InputError: Always.
         """
-        raise InputError("EdgeBatches have ends in two parts, but the model's backend trains each part by itself")
+        raise InputError(
+            "EdgeBatches have ends in two parts, but the model's backend trains each part by itself; use backend pull "
+            "or pushpull"
+        )
 
     @override
     def across_ranks(self, shard: Shard, fields: Fields, communicator: Communicator, *, seed: int) -> LinkSteps:

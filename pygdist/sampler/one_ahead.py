@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
+from collections.abc import Callable
+from typing import Generic, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -22,9 +22,10 @@ class OneAhead(Generic[T]):
         depth: Items that are made ahead.
 
     Example:
-        >>> with contextlib.closing(OneAhead(make, range(10))) as items:
-        ...     for item in items:
-        ...         use(item)
+        >>> items = OneAhead(make, range(10))
+        >>> for _ in range(10):
+        ...     use(items.take())
+        >>> items.close()
     """
 
     def __init__(self, make: Callable[[int], T], numbers: range, depth: int = 1) -> None:
@@ -35,19 +36,24 @@ class OneAhead(Generic[T]):
             target=_serve, args=(make, self._wanted, self._made), name="pygdist-batches", daemon=True
         )
         self._thread.start()
-        self._count = len(numbers)
+        self._left_to_take, self._error = len(numbers), cast("BaseException | None", None)
         for _ in range(depth):
             self._ask()
 
-    def __iter__(self) -> Iterator[T]:
-        for _ in range(self._count):
-            yield self.take()
-
     def take(self) -> T:
-        """Wait for the next item, and have the one after it made."""
-        item, error = self._made.get()
-        if error is not None:
-            raise error
+        """Wait for the next item, and have the one after those that are being made begun.
+
+        Raises:
+            RuntimeError: After the last item.
+        """
+        if self._error is not None:
+            raise self._error
+        if not self._left_to_take:
+            raise RuntimeError("all items are taken")
+        self._left_to_take -= 1
+        item, self._error = self._made.get()
+        if self._error is not None:
+            raise self._error
         self._ask()
         return item  # type: ignore[return-value]
 

@@ -19,7 +19,7 @@ _NOBODY = torch.iinfo(torch.int32).min
 
 @dataclass(frozen=True, eq=False)
 class NodeOwners:
-    """Which rank owns which node.
+    """Maps each node to the rank that owns it.
 
     Attributes:
         owned_id: Ids of this rank's nodes, ascending, ``(n,)`` int64.
@@ -158,11 +158,6 @@ class RemoteRows:
         order = ids.argsort()
         ids, owner = ids[order], owner[order]
         self._kept_id, self._kept = ids, self.fetch(ids, owner)
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of the rows that are kept here, and of their ids."""
-        return self._kept.nbytes + self._kept_id.nbytes
 
     def _place_of_kept(self, ids: Tensor) -> Tensor | None:
         """Return the place of each id among those kept, -1 for others; ``None`` if none is kept."""

@@ -15,6 +15,7 @@ from torch_geometric.data import Data
 from typing_extensions import override
 
 from pygdist.comm import Communicator
+from pygdist.errors import InputError
 from pygdist.sampler._native import Sampled
 from pygdist.sampler.across_ranks import DistributedNeighborSampler
 from pygdist.sampler.epoch import ShuffledOrder
@@ -51,6 +52,10 @@ class Steps(ABC):
         self._fields, self._sampler, self._communicator = fields, sampler, communicator
         self._made: dict[int, tuple[Data, Sampled]] = {}  # batches without rows, by step
         self._num_examples = communicator.gather([float(num_examples)])[:, 0].long()
+        if not int(self._num_examples.sum()):
+            raise InputError(
+                "there is nothing to learn: no rank has a labelled training node, or an edge to learn from"
+            )
         self._num_steps = int(-(-self._num_examples.max() // batch_size))
         self._ahead: OneAhead[Data] | None = None
         communicator.before_close(self.close)
@@ -113,6 +118,11 @@ class Steps(ABC):
                 yield batch
         finally:
             ahead.close(_END_S)
+
+    def release(self) -> None:
+        """End the thread, and close its process group; every rank makes the call between two epochs."""
+        self.close(None)
+        self._fields.aside.close()
 
     def close(self, timeout_s: float | None = _END_S) -> None:
         """End the thread, if one runs."""

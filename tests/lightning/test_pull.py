@@ -345,7 +345,7 @@ def _refused(rank: int, world_size: int, folder: str, data: dict[str, Any], task
         ({"batches": NeighborBatches([2], library="pyg")}, "nodes", None, "library 'pyg' samples one part"),
         ({"num_workers": 1}, "nodes", None, "num_workers: batches are sampled by all ranks together"),
         ({"batches": EdgeBatches([2])}, "nodes", None, "NodeClassifier trains on nodes, but EdgeBatches have edges"),
-        ({}, "links", None, "LinkPredictor trains on EdgeBatches"),
+        ({}, "links", None, "LinkPredictor trains on pairs of nodes, but NeighborBatches have nodes"),
         ({}, "nodes", ModelAveragingStrategy, "trains each part by itself, but backend 'pull'"),
     ],
 )

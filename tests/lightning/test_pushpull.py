@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
+from torch.utils.checkpoint import checkpoint
 from torch_geometric import nn
 from torch_geometric.data import Data
 
@@ -121,6 +122,43 @@ def test_exact_where_a_rank_has_no_training_node(name: str, pool: RankPool, tmp_
         assert_close(found, expected)
 
 
+def _weighed_classes(rank: int, world_size: int, folder: str, backend: str) -> dict[str, Tensor]:
+    net = model("GCN", 7)
+    data = GraphDataModule(
+        narrow(7, one_sided=True), partitioner="chunk", batches=NeighborBatches(FAN_OUT, batch_size=13),
+        batch_seed=SEED, cache_dir=Path(folder) / "cache",
+    )  # fmt: skip
+    trainer = runs.trainer(rank, world_size, folder, max_epochs=2)
+    trainer.fit(NodeClassifier(net, backend=backend, class_weights=[1.0, 2.0, 1.0, 3.0]), datamodule=data)
+    return {key: value.clone() for key, value in net.state_dict().items()}
+
+
+def test_classes_with_weights_where_a_rank_is_idle(pool: RankPool, tmp_path: Path) -> None:
+    states = {name: pool.run(_weighed_classes, 3, str(tmp_path), name) for name in ("pull", "pushpull")}
+    for state in (*states["pull"], *states["pushpull"]):
+        assert_close(state, states["pull"][0])
+
+
+def _one_by_one(rank: int, world_size: int, folder: str) -> list[dict[str, float]]:
+    """A batch of one node without neighbours, and ranks that own one node each."""
+    edges = torch.tensor([[1, 2], [2, 1]])
+    x = torch.arange(3.0, dtype=torch.float64).view(3, 1)
+    masks = dict.fromkeys(("train_mask", "val_mask", "test_mask"), torch.ones(3, dtype=torch.bool))
+    data = Data(x=x, edge_index=edges, y=torch.tensor([0, 1, 0]), **masks)
+    data_module = GraphDataModule(data, batches=NeighborBatches([2], batch_size=1), cache_dir=Path(folder) / "cache")
+    torch.manual_seed(1)
+    net = nn.Sequential("x, edge_index", [(nn.SAGEConv(1, 2), "x, edge_index -> x")])
+    trainer = runs.trainer(rank, world_size, folder, max_epochs=2)
+    module = NodeClassifier(net, backend="pushpull")
+    trainer.fit(module, datamodule=data_module)
+    return [dict(trainer.test(module, datamodule=data_module, verbose=False)[0])]
+
+
+def test_rows_and_columns_of_one(pool: RankPool, tmp_path: Path) -> None:
+    results = pool.run(_one_by_one, 3, str(tmp_path))
+    assert all(one[0]["test_loss"] == pytest.approx(results[0][0]["test_loss"]) for one in results)
+
+
 def test_bytes_are_counted_to_the_byte_and_no_feature_travels(pool: RankPool, tmp_path: Path) -> None:
     """Per label, in the epochs of a run: structure 4 (E + 2 R) + 64, sums and gradients D H b, to each other rank."""
     data, world_size = narrow(7), 3
@@ -133,7 +171,9 @@ def test_bytes_are_counted_to_the_byte_and_no_feature_travels(pool: RankPool, tm
         assert sent["push, structure"] == peers * sum(4 * (edges + 2 * rows) for rows, edges in mine)
         assert sent["push, gradients"] == peers * sum(rows * 8 * 8 for rows, _ in mine)
         assert sent["pull, sums"] == sum(rows * 8 * 8 for other in others for rows, _ in other)
-        assert not [label for label in sent if "features" in label]
+        others_sent = {"sampling, nodes", "sampling, edges", "owners", "gather text", "gather numbers"}
+        pushed = {"push, sizes", "push, structure", "push, gradients", "pull, sums"}
+        assert {label.removesuffix(", lengths") for label in sent} <= others_sent | pushed
 
 
 def _without_validation(*args: Any) -> Any:
@@ -230,15 +270,101 @@ class _OfEdges(torch.nn.Module):
         return out
 
 
+class _HidesNan(_Skips):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        hidden = torch.where(x[:, :1] > 0, self.first(x, edge_index), 0.0)
+        out: Tensor = self.second(hidden, edge_index)
+        return out
+
+
+class _Drops(_Skips):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = torch.nn.functional.dropout(x, training=self.training)
+        out: Tensor = self.second(self.first(x, edge_index), edge_index)
+        return out
+
+
+class _Detached(_Skips):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x, edge_index).detach(), edge_index)
+        return out
+
+
+class _Again(torch.nn.Module):
+    """Runs its first layer again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.GINConv(nn.MLP([12, 8, 8], norm=None)), nn.SAGEConv(8, 4)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.second(checkpoint(self.first, x, edge_index, use_reentrant=False), edge_index)
+        return out
+
+
+class _Centred(_Skips):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        hidden = self.first(x, edge_index)
+        out: Tensor = self.second(hidden - hidden.mean(0), edge_index)
+        return out
+
+
+class _Learned(torch.nn.Module):
+    """Weighs edges by numbers that it computes, of the right shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.GCNConv(12, 8), nn.GCNConv(8, 4)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x, edge_index, edge_weight.sigmoid()), edge_index)
+        return out
+
+
+class _DropSAGE(nn.SAGEConv):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:  # type: ignore[override]
+        out: Tensor = super().forward(torch.nn.functional.dropout(x, training=self.training), edge_index)
+        return out
+
+
+class _Lies(_Skips):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = _DropSAGE(12, 8)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x, edge_index), edge_index)
+        return out
+
+
+class _Breaks(_Skips):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.skip(self.first(x, edge_index))
+        return out
+
+
+ELSEWHERE = "reads the features elsewhere than in its first layer"
 REFUSED = {
-    "skips": (_Skips, "_Skips reads the features elsewhere than in its first layer"),
+    "skips": (_Skips, f"_Skips {ELSEWHERE}"),
+    "hides-nan": (_HidesNan, f"_HidesNan {ELSEWHERE}"),
+    "encoded": (_Encoded, f"_Encoded {ELSEWHERE}"),
+    "drops": (_Drops, f"_Drops {ELSEWHERE}"),
     "two": (_Two, "SAGEConv and SAGEConv both get the features"),
-    "encoded": (_Encoded, "_Encoded reads the features elsewhere"),
+    "doubled": (_Doubled, "_Doubled runs its first layer more than once in a pass"),
+    "again": (_Again, "_Again runs its first layer more than once in a pass, or again in the backward pass"),
+    "detached": (_Detached, "_Detached puts out nothing that has a gradient for its first layer"),
+    "centred": (_Centred, "_Centred puts out something else where rows that no layer reads are left out"),
+    "attributes": (_OfEdges, "GCNConv gets edge weights that the model computes"),
+    "learned": (_Learned, "GCNConv gets edge weights that the model computes"),
+    "lies": (_Lies, "_DropSAGE computes something else than SAGEConv"),
     "attention": (lambda: nn.GAT(12, 8, num_layers=2, out_channels=4), "GATConv is none of the layers"),
     "lstm": (lambda: nn.GraphSAGE(12, 8, num_layers=2, out_channels=4, aggr="lstm"), "aggregates by LSTMAggregation"),
     "norm": (lambda: nn.GCN(12, 8, num_layers=2, out_channels=4, norm="batch_norm"), "looks at all nodes of a batch"),
     "hops": (lambda: nn.GCN(12, 8, num_layers=3, out_channels=4), "fan_out has 2 numbers, but GCN makes 3 hops"),
+    "width": (lambda: nn.GCN(16, 8, num_layers=2, out_channels=4), "graph's 12 features per node, as GCNConv takes 16"),
+    "breaks": (_Breaks, "_Breaks ends with RuntimeError: mat1 and mat2 shapes"),
 }
+NO_PULL = ("hops", "width", "breaks")
 
 
 def _refused(rank: int, world_size: int, folder: str, name: str) -> str:
@@ -256,7 +382,7 @@ def _refused(rank: int, world_size: int, folder: str, name: str) -> str:
 def test_models_that_are_not_cut_are_refused_on_all_ranks(name: str, pool: RankPool, tmp_path: Path) -> None:
     for text in pool.run(_refused, 2, str(tmp_path), name):
         assert REFUSED[name][1] in text
-        assert "use backend pull" in text or name == "hops"
+        assert "use backend pull" in text or name in NO_PULL
 
 
 # -- the pipeline ------------------------------------------------------------------------------------------------------

@@ -144,7 +144,6 @@ def rows_on_ranks(rank: int, world_size: int, dtype: torch.dtype) -> None:
     assert torch.equal(remote.fetch(kept, owner[kept]), rows[kept])
     assert communicator.meter.total.received_bytes - before == 8 * (world_size - 1), "lengths alone"
     assert torch.equal(remote.fetch(wanted[0], owner[wanted[0]]), rows[wanted[0]])
-    assert remote.kept_bytes == kept.numel() * (8 + 3 * dtype.itemsize)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.int8], ids=str)

@@ -12,7 +12,9 @@ from pygdist.sampler.one_ahead import OneAhead
 def test_items_come_in_order_and_the_thread_ends() -> None:
     before = threading.active_count()
     items = OneAhead(lambda number: number * 2, range(3, 8))
-    assert list(items) == [6, 8, 10, 12, 14]
+    assert [items.take() for _ in range(5)] == [6, 8, 10, 12, 14]
+    with pytest.raises(RuntimeError, match="all items are taken"):
+        items.take()
     items.close()
     assert threading.active_count() == before
 
@@ -31,12 +33,14 @@ def test_so_many_more_are_made_than_are_taken(taken: int, depth: int) -> None:
 def test_an_error_is_raised_where_its_item_is_taken() -> None:
     items = OneAhead(lambda number: 1 // (2 - number), range(9))
     assert [items.take(), items.take()] == [0, 1]
-    with pytest.raises(ZeroDivisionError):
-        items.take()
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            items.take()
     items.close()
 
 
 def test_nothing_to_make() -> None:
     items = OneAhead(lambda number: number, range(0))
-    assert list(items) == []
+    with pytest.raises(RuntimeError, match="all items are taken"):
+        items.take()
     items.close()

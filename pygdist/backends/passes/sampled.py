@@ -79,6 +79,11 @@ class SampledPass(PartPass):
         self._degrees: Tensor | None = None
 
     @property
+    def edge_weight(self) -> Tensor | None:
+        """Weights of the neighbourhood's edges."""
+        return self._sampled.edge_weight
+
+    @property
     def blocks(self) -> list[InEdges]:
         """The edges of all ranks' batches, by rank."""
         return list(self._sampled.blocks)

@@ -18,12 +18,13 @@ from pygdist.backends.passes.batch import BatchPass
 from pygdist.backends.passes.kinds import Lengths, kinds_of
 from pygdist.backends.passes.rehearsal import Call, ModelFacts, look_at
 from pygdist.backends.passes.rows import Rows
-from pygdist.backends.passes.sampled import SAMPLED_HOPS, SampledHops, SampledPass
+from pygdist.backends.passes.sampled import SAMPLED_HOPS, AllRowsNeededError, SampledHops, SampledPass
 from pygdist.backends.recomputing.backend import RecomputingBackend
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency, Shard
 from pygdist.hops.arguments import each_tensor, edges_among, first_rows, tensors_of
+from pygdist.hops.user_code import in_one_line
 from pygdist.sampler.base import MiniBatches
 from pygdist.sampler.owners import RemoteRows
 
@@ -35,6 +36,7 @@ class SampledBackend(RecomputingBackend):
 
     per_graph: ClassVar[tuple[str, ...]] = ("_num_seeds",)
     _num_seeds: int | None = None  # of the batch that the model runs on
+    _all_rows = ""  # the reason why all rows are computed, about the model
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -112,6 +114,8 @@ class SampledBackend(RecomputingBackend):
         entry = self._known(model)
         lengths = Lengths(self.communicator.rank, sum(hops.num_nodes), adjacency.size(1))
         key, kinds = kinds_of(model, args, kwargs, lengths, Communicator(), {})
+        if key not in entry.facts and 0 in hops.num_nodes[:-1]:
+            return None  # with few rows, what leaves some out may differ in nothing
         if key not in entry.facts:
             call = Call(model, args, kwargs, kinds)
             with torch.inference_mode(False):
@@ -130,11 +134,16 @@ class SampledBackend(RecomputingBackend):
                 over = self._trimmed(adjacency, hops, facts) if trims else self._over(call.args, call.kwargs)
                 with self._by_itself(model, over, training), _plainly(adjacency.device):
                     outs.append(tensors_of(model.forward(*call.args, **call.kwargs)))
+        except AllRowsNeededError:
+            self._all_rows = "looks at all nodes of a batch at once, as norms over nodes do, or normalises weights"
+            return None
         except Exception as error:  # whatever a model says where rows are missing
-            log.info("all rows of a batch are computed in each layer: %s: %s", type(error).__name__, error)
+            self._all_rows = f"ends with {in_one_line(error)} where rows that no layer reads are left out"
+            log.info("all rows of a batch are computed in each layer: the model %s", self._all_rows)
             return None
         _, trimmed, whole = ([one[: hops.num_seeds] for one in out] for out in outs)
         alike = len(trimmed) == len(whole) and all(map(_are_close, trimmed, whole))
+        self._all_rows = "puts out something else where rows that no layer reads are left out"
         return facts if alike else None
 
     @override

@@ -16,10 +16,10 @@ _HEADER = 8  # numbers
 
 
 class Pusher:
-    """Sends the edges of each rank's rows to all ranks, by global ids; two messages to each, or three with weights.
+    """Sends the edges of each rank's rows to all ranks, by global ids.
 
-    Per other rank travel 64 bytes, 4 bytes for each edge and 8 for each row (twice that in graphs of :math:`2^{31}`
-    nodes or more), and the weights of edges if there are any.
+    Per batch and other rank travel 64 bytes, 4 bytes for each edge and 8 for each row (twice that in graphs of
+    :math:`2^{31}` nodes or more), and the weights of edges if there are any.
 
     Args:
         num_nodes: Nodes of the whole graph.
@@ -31,7 +31,7 @@ class Pusher:
         self._ids = torch.int32 if num_nodes < 1 << 31 else torch.int64
 
     def push(self, batches: Sequence[InEdges]) -> list[list[InEdges]]:
-        """Push the edges of this rank's batches; every rank makes the call, with as many batches.
+        """Push the edges of this rank's batches; every rank makes the call, with as many batches, empty ones too.
 
         Args:
             batches: Edges by batch, with ``source_degree`` (float64) on all ranks or none.

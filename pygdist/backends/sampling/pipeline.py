@@ -76,6 +76,10 @@ class LaggedSteps:
         """End the thread that makes batches."""
         self._steps.close()
 
+    def release(self) -> None:
+        """End the thread, and close its process group."""
+        self._steps.release()
+
 
 def _nothing() -> Data:
     """Return a batch of no rank."""

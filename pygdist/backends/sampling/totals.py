@@ -15,6 +15,7 @@ No feature travels, and no product of them before it has the width H. Ranks that
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from pygdist.comm import Communicator, Transfer
 from pygdist.comm.derivatives import once_differentiable
 from pygdist.comm.slices import columns_of
 from pygdist.hops.first_layer import Cut, InEdges
+from pygdist.kernels import CSR
 
 
 class FirstLayer:
@@ -34,7 +36,7 @@ class FirstLayer:
         layer: The layer.
         cut: The way in which it is cut.
         columns: This rank's columns of all nodes, ``(N, c)``.
-        width: Columns of all ranks.
+        width: Number of columns of all ranks together.
         communicator: The ranks.
 
     Attributes:
@@ -48,8 +50,23 @@ class FirstLayer:
 
     def terms(self, blocks: Sequence[InEdges], parameters: Mapping[str, Tensor]) -> list[Tensor]:
         """Return this rank's term for each batch, ``(D_q, H)``; in full precision, as they are summed."""
+        dtype = parameters[self.cut.weights[0]].dtype
         with torch.autocast(self._columns.device.type, enabled=False):
-            return [self.cut.partial(self.layer, parameters, block, self._columns, self._mine) for block in blocks]
+            return [
+                self.cut.partial(self.layer, parameters, *self._in_type(block, dtype), self._mine) for block in blocks
+            ]
+
+    def _in_type(self, edges: InEdges, dtype: torch.dtype) -> tuple[InEdges, Tensor]:
+        """Return edges and the columns that they read in a type; of columns in another type, as on disk, only those."""
+        if edges.weight is not None:
+            edges = replace(edges, weight=edges.weight.to(dtype))
+        if self._columns.dtype == dtype:
+            return edges, self._columns
+        index = edges.csr.index
+        ids, place = torch.cat([index.long(), edges.row_id]).unique(return_inverse=True)
+        local, row_id = place.split([index.numel(), edges.num_rows])
+        csr = CSR(edges.csr.indptr, local.to(torch.int32), ids.numel())
+        return replace(edges, csr=csr, row_id=row_id), self._columns[ids].to(dtype)
 
     def total(self, blocks: Sequence[InEdges]) -> Tensor:
         """Return the sum of all ranks' terms for this rank's rows, ``(D, H)``; every rank makes the call.

@@ -311,8 +311,9 @@ PYGDIST_API int32_t pygdist_draw(const pygdist_csr* csr, pygdist_hop* hop, uint6
 PYGDIST_API int32_t pygdist_place_hop(pygdist_hop* hop);
 
 // Copies `count` rows of `row_bytes` bytes: row source[i] of `from` becomes row target[i] of `to`. Null is row i.
-PYGDIST_API int32_t pygdist_copy_rows(const void* from, const int64_t* source, void* to, const int64_t* target,
-                                      int64_t count, int64_t row_bytes);
+// PYGDIST_BAD_ID if a row is not among the num_from and num_to rows of the two.
+PYGDIST_API int32_t pygdist_copy_rows(const void* from, int64_t num_from, const int64_t* source, void* to,
+                                      int64_t num_to, const int64_t* target, int64_t count, int64_t row_bytes);
 
 // Finds the edges among the nodes, and adds no node. `first` is 0 and `fan_out` -1, the arrays are as long as
 // pygdist_count_hop says; num_edges becomes their number.

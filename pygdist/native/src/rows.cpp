@@ -18,14 +18,15 @@ inline void prefetch_row(const char* row, int64_t row_bytes) {
 
 }  // namespace
 
-int32_t pygdist_copy_rows(const void* from, const int64_t* source, void* to, const int64_t* target, int64_t count,
-                          int64_t row_bytes) {
+int32_t pygdist_copy_rows(const void* from, int64_t num_from, const int64_t* source, void* to, int64_t num_to,
+                          const int64_t* target, int64_t count, int64_t row_bytes) {
   const char* in = static_cast<const char*>(from);
   char* out = static_cast<char*>(to);
   for (int64_t i = 0; i < count; ++i) {
     if (source && i + kAhead < count) prefetch_row(in + source[i + kAhead] * row_bytes, row_bytes);
-    std::memcpy(out + (target ? target[i] : i) * row_bytes, in + (source ? source[i] : i) * row_bytes,
-                static_cast<size_t>(row_bytes));
+    const int64_t row = source ? source[i] : i, place = target ? target[i] : i;
+    if (row < 0 || row >= num_from || place < 0 || place >= num_to) return PYGDIST_BAD_ID;
+    std::memcpy(out + place * row_bytes, in + row * row_bytes, static_cast<size_t>(row_bytes));
   }
   return PYGDIST_OK;
 }
