@@ -26,6 +26,7 @@ def test_two_processes_train(recipe: Path, tmp_path: Path) -> None:
 def test_the_models_of_the_papers_are_there() -> None:
     assert [path.stem for path in RECIPES if path.parent.name == "neutronstar"] == ["gat", "gcn", "gin"]
     assert [path.stem for path in RECIPES if path.parent.name == "distgnn"] == ["graphsage"]
+    assert [path.stem for path in RECIPES if path.parent.name == "p3"] == ["graphsage", "minibatch"]
     assert [path.stem for path in RECIPES if path.parent.name == "neutrontp"] == ["gcn", "rgcn"]
     assert [path.stem for path in RECIPES if path.parent.name == "catgnn"] == [
         "cluster-gcn", "gat", "gcn", "graphsage", "graphsaint-edge", "graphsaint-node", "graphsaint-walk", "ngnn",

@@ -16,11 +16,10 @@ from torch import nn
 from typing_extensions import override
 
 from pygdist.backends.base import Abilities
-from pygdist.backends.sampling.backend import SampledBackend, values_by_id
+from pygdist.backends.sampling.backend import SampledBackend
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Shard
-from pygdist.nn.inputs import edge_inputs
 from pygdist.sampler.base import MiniBatches
 from pygdist.sampler.hot_nodes import KeptAfterEpoch, hottest, out_degrees
 from pygdist.sampler.owners import NodeOwners, RemoteRows
@@ -71,10 +70,8 @@ class PullBackend(SampledBackend):
     @override
     def steps(self, shard: Shard, batches: MiniBatches | None, model: nn.Module, *, seed: int) -> Steps:
         batches = self.batches_of(batches)
-        aside = self.communicator.apart(quiet=True)
-        owners = NodeOwners.of(shard.owned_id, shard.num_nodes, aside)
+        aside, owners, of_edges = self.beside(shard, model)
         features = RemoteRows(shard.x, owners.row_of, shard.num_nodes, aside, label="features")
-        of_edges = {name: values_by_id(getattr(shard, name), shard, aside, name) for name in edge_inputs(model, shard)}
         fields = Fields(owners, features, of_edges, aside, self._cached(features, shard, owners, aside))
         return batches.across_ranks(shard, fields, self.communicator, seed=seed)
 

@@ -23,7 +23,7 @@ from pygdist.backends.base import Abilities
 from pygdist.backends.passes.base import Forward
 from pygdist.backends.passes.rehearsal import Call, Kind, ModelFacts
 from pygdist.backends.passes.sampled import SampledHops, SampledPass
-from pygdist.backends.sampling.backend import SampledBackend, values_by_id
+from pygdist.backends.sampling.backend import SampledBackend
 from pygdist.backends.sampling.blocks import Pusher, block_of
 from pygdist.backends.sampling.pipeline import LAG, LaggedSteps, Pipeline, of_layer
 from pygdist.backends.sampling.small import small_neighbourhood
@@ -38,7 +38,6 @@ from pygdist.hops.first_layer import Cut, InEdges, cut_of
 from pygdist.hops.layer import layer_name, own_class
 from pygdist.hops.untouched import IrreversibleError
 from pygdist.hops.user_code import in_one_line
-from pygdist.nn.inputs import edge_inputs
 from pygdist.sampler._native import Sampled
 from pygdist.sampler.base import MiniBatches
 from pygdist.sampler.owners import NodeOwners, RemoteRows
@@ -101,9 +100,7 @@ class PushPullBackend(SampledBackend):
         batches = self.batches_of(batches)
         if self._facts is None:
             self.look_at(model, batches)
-        aside = self.communicator.apart(quiet=True)
-        owners = NodeOwners.of(shard.owned_id, shard.num_nodes, aside)
-        of_edges = {name: values_by_id(getattr(shard, name), shard, aside, name) for name in edge_inputs(model, shard)}
+        aside, owners, of_edges = self.beside(shard, model)
         fields = _Pushed(owners, shard, of_edges, aside)
         steps = batches.across_ranks(shard, fields, self.communicator, seed=seed)
         if self.pipeline == 1:

@@ -25,8 +25,9 @@ from pygdist.errors import InputError
 from pygdist.graph import Adjacency, Shard
 from pygdist.hops.arguments import each_tensor, edges_among, first_rows, tensors_of
 from pygdist.hops.user_code import in_one_line
+from pygdist.nn.inputs import edge_inputs
 from pygdist.sampler.base import MiniBatches
-from pygdist.sampler.owners import RemoteRows
+from pygdist.sampler.owners import NodeOwners, RemoteRows
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +57,17 @@ class SampledBackend(RecomputingBackend):
         Raises:
             InputError: On all ranks, if there are no batches, they do not cross parts, or there is nothing to learn.
         """
+
+    def beside(self, shard: Shard, model: nn.Module) -> tuple[Communicator, NodeOwners, dict[str, RemoteRows]]:
+        """Return what a thread makes batches with, on a process group of its own; every rank makes the call.
+
+        Returns:
+            The ranks, the owners of nodes, and the values of edges that the model takes, by name.
+        """
+        aside = self.communicator.apart(quiet=True)
+        owners = NodeOwners.of(shard.owned_id, shard.num_nodes, aside)
+        names = edge_inputs(model, shard)
+        return aside, owners, {name: _by_id(getattr(shard, name), shard, aside, name) for name in names}
 
     def batches_of(self, batches: MiniBatches | None) -> MiniBatches:
         """Refuse to train without batches."""
@@ -200,7 +212,7 @@ def _are_close(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, rtol=0, atol=torch.finfo(other.dtype).eps ** 0.6 * largest, equal_nan=True)
 
 
-def values_by_id(values: Tensor, shard: Shard, communicator: Communicator, name: str) -> RemoteRows:
+def _by_id(values: Tensor, shard: Shard, communicator: Communicator, name: str) -> RemoteRows:
     """Return values of edges, to be fetched by the edges' global ids."""
     order = shard.e_id.argsort()
     ids = shard.e_id[order]
