@@ -51,8 +51,8 @@ class PushPullBackend(SampledBackend):
     """Push the structure of batches to the features' columns, pull the first layer's sums (P3, Sec. 3.2.2).
 
     A step trains as one process would on the batches of all ranks. The model's first layer must be linear in its rows
-    up to a weight (:mod:`pygdist.hops.first_layer`), and get the graph's features as they are; dropout and norms come
-    after it. It is evaluated on the whole graph, exactly, in the same way.
+    up to a weight (:mod:`pygdist.hops.first_layer`), and get the graph's features as they are; dropout comes after it.
+    Norms over nodes are refused. The model is evaluated on the whole graph, exactly, in the same way.
 
     Args:
         pipeline: Batches on their way at once: 1, or 3 as in the paper (Sec. 3.3). With 3, exchanges overlap computing,
@@ -177,6 +177,8 @@ class PushPullBackend(SampledBackend):
         Raises:
             InputError: If the model cannot be cut there; the message says why.
         """
+        if self._columns.device.type != "cpu":
+            raise InputError("backend 'pushpull' runs on CPUs: set accelerator=cpu, or use backend pull")
         if not self._columns.is_floating_point():
             raise InputError(
                 f"backend 'pushpull': the features are {self._columns.dtype}, but a first layer multiplies them; "

@@ -128,9 +128,8 @@ def _compare(model: nn.Module, ranks: Communicator, facts: list[_Fact]) -> None:
 
 def _runs_alone(backend: Backend) -> bool:
     """True if no other rank runs the model at the same time, or parts run in turn, which repeat each exchange."""
-    abilities, communicator = backend.abilities, backend.communicator
-    alone = abilities.trains_parts or abilities.mini_batches
-    return backend.num_ranks == 1 or alone or isinstance(communicator, PartCommunicator)
+    alone = backend.num_ranks == 1 or backend.abilities.trains_parts or backend.abilities.mini_batches
+    return alone or isinstance(backend.communicator, PartCommunicator)
 
 
 def _refuse(ranks: Communicator, name: str, fact: _Fact) -> None:

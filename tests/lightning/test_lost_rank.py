@@ -59,20 +59,24 @@ def test_a_killed_rank_ends_the_others_with_its_name_and_the_run_resumes(folder:
         assert "max_epochs=6" in resumed.stdout + resumed.stderr
 
 
-_PULLED = [
-    "--model.backend=pull", "--data.batches=NeighborBatches", "--data.batches.fan_out=[4,4]",
-    "--data.batches.batch_size=10",
-]  # fmt: skip
+_BATCHES = ["--data.batches=NeighborBatches", "--data.batches.fan_out=[4,4]", "--data.batches.batch_size=10"]
+_PULLED = ["--model.backend=pull", *_BATCHES]
+_PIPELINED = ["--model.backend=PushPullBackend", "--model.backend.pipeline=3", *_BATCHES]
 
 
 @pytest.mark.usefixtures("warm_python")
 @pytest.mark.skipif(load() is None, reason="the sampler is in the native library")
-@pytest.mark.parametrize("ending", ["SIGKILL", "SIGSTOP"])
-def test_a_rank_that_is_lost_while_batches_are_fetched_is_named(folder: Path, ending: str) -> None:
+@pytest.mark.parametrize(
+    ("ending", "batches"), [("SIGKILL", _PULLED), ("SIGSTOP", _PULLED), ("SIGKILL", _PIPELINED)],
+    ids=["killed-pull", "stopped-pull", "killed-pipeline"],
+)  # fmt: skip
+def test_a_rank_that_is_lost_while_batches_are_on_their_way_is_named(
+    folder: Path, ending: str, batches: list[str]
+) -> None:
     kill = ["--trainer.callbacks+=killing.Kill", "--trainer.callbacks.rank=2", "--trainer.callbacks.epoch=3"]
     strategy = ["--trainer.strategy=graph_ddp_spawn", "--trainer.strategy.lost_after_s=4"]
     start = time.monotonic()
-    run = fit(folder, *kill, f"--trainer.callbacks.signal={ending}", *strategy, *_PULLED)
+    run = fit(folder, *kill, f"--trainer.callbacks.signal={ending}", *strategy, *batches)
     took_s = time.monotonic() - start
     pids = dict(re.findall(r"rank (\d) is process (\d+)", run.stdout))
     said = [line for line in run.stderr.splitlines() if line.startswith("pygdist: error:")]
@@ -81,7 +85,7 @@ def test_a_rank_that_is_lost_while_batches_are_fetched_is_named(folder: Path, en
     assert "Traceback" not in run.stderr
     assert "terminate called" not in run.stderr
     assert not [pid for pid in pids.values() if _is_alive(int(pid))], "a rank was left behind"
-    assert took_s < 100
+    assert took_s < 60
 
 
 @pytest.mark.parametrize(
