@@ -512,7 +512,8 @@ def test_backends_are_found_by_name(name: str) -> None:
 
 def test_backends_are_found_by_class_path_and_mistakes_are_named() -> None:
     assert isinstance(resolve_backend(f"{__name__}.Spy"), Spy)
-    with pytest.raises(InputError, match=r"unknown backend 'com'; known are cache, comm, delayed, hybrid, pull, pushpull, replica"):
+    known = r"unknown backend 'com'; known are cache, comm, delayed, hybrid, pull, pushpull, replica"
+    with pytest.raises(InputError, match=known):
         resolve_backend("com")
     with pytest.raises(InputError, match=r"there is no module named 'nowhere'"):
         resolve_backend("nowhere.Backend")
