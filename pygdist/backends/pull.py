@@ -15,7 +15,6 @@ from typing import Literal, get_args
 from torch import nn
 from typing_extensions import override
 
-from pygdist.backends.base import Abilities
 from pygdist.backends.sampling.backend import SampledBackend
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
@@ -51,13 +50,6 @@ class PullBackend(SampledBackend):
     """
 
     name = "pull"
-    abilities = Abilities(
-        exact=False,
-        approximation="a step trains on sampled neighbourhoods of some nodes",
-        mini_batches=True,
-        evaluates=False,
-        reruns_layers=False,
-    )
 
     def __init__(self, *, cache_gib: float = 0.0, cache_by: CacheBy = "degree") -> None:
         super().__init__()

@@ -19,7 +19,6 @@ from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
-from pygdist.backends.base import Abilities
 from pygdist.backends.passes.base import Forward
 from pygdist.backends.passes.rehearsal import Call, Kind, ModelFacts
 from pygdist.backends.passes.sampled import SampledHops, SampledPass
@@ -68,15 +67,7 @@ class PushPullBackend(SampledBackend):
     """
 
     name = "pushpull"
-    abilities = Abilities(
-        exact=False,
-        approximation="a step trains on sampled neighbourhoods of some nodes",
-        placement="columns",
-        holds_columns=True,
-        mini_batches=True,
-        evaluates=False,
-        reruns_layers=False,
-    )
+    abilities = replace(SampledBackend.abilities, placement="columns", holds_columns=True)
     per_graph: ClassVar[tuple[str, ...]] = ("_first", "_facts", "_trial", "_flights")
     _flights: Pipeline | None = None
     _first: FirstLayer | None = None
@@ -300,15 +291,15 @@ class _StandIn:
         wanted = [one for one in rows if one.requires_grad]
         if len(rows) == 1 and wanted and graded:
             total = torch.stack([one.sum() for one in graded]).sum()
-            found = torch.autograd.grad(total, wanted, allow_unused=True)[0] if total.requires_grad else None
+            gradient = torch.autograd.grad(total, wanted, allow_unused=True)[0] if total.requires_grad else None
         else:
-            found = None
+            gradient = None
         count = len(self._rows)
         self._rows = []
         if count > 1:
             raise _refused(model, "runs its first layer more than once in a pass, or again in the backward pass")
         needs_gradient = self.layer is not None and any(one.requires_grad for one in self.layer.parameters())
-        if count and needs_gradient and found is None:
+        if count and needs_gradient and gradient is None:
             raise _refused(model, "puts out nothing that has a gradient for its first layer")
 
 

@@ -232,8 +232,8 @@ def _at_sources(edges: InEdges, value: Tensor, other: float) -> Tensor:
     if not ids.numel():
         return value.new_full((edges.csr.num_entries,), other)
     place = torch.searchsorted(ids, edges.csr.index.long()).clamp(max=ids.numel() - 1)
-    found = ids[place] == edges.csr.index
-    return torch.where(found, value[order[place]], other)
+    is_row = ids[place] == edges.csr.index
+    return torch.where(is_row, value[order[place]], other)
 
 
 def _inverse_root(degree: Tensor) -> Tensor:

@@ -53,19 +53,19 @@ def kinds_of(
     """
     expected: dict[Kind, int] = {"node": lengths.nodes, "edge": lengths.edges}
     looks: list[tuple[str, object]] = []
-    found: list[int] = []
+    sizes: list[int] = []
     for name, value in named_values(model.forward, args, kwargs):
         rows = isinstance(value, Tensor) and not isinstance(value, Adjacency) and value.dim() > 0
         plain = value if isinstance(value, (bool, str)) else type(value)
         looks.append((name, value.dim() if rows else plain))
-        found.append(value.size(0) if rows else -1)
+        sizes.append(value.size(0) if rows else -1)
     key = tuple(looks)
     if key not in kinds:
-        fits = [length == expected[kind] for kind in ("node", "edge") for length in found]
+        fits = [length == expected[kind] for kind in ("node", "edge") for length in sizes]
         everywhere = communicator.gather([float(fit) for fit in fits]).amin(0).bool().tolist() if fits else []
-        nodes, edges = everywhere[: len(found)], everywhere[len(found) :]
+        nodes, edges = everywhere[: len(sizes)], everywhere[len(sizes) :]
         kinds[key] = [_kind(name, *fit) for (name, _), *fit in zip(looks, nodes, edges, strict=True)]
-    for (name, _), kind, length in zip(looks, kinds[key], found, strict=True):
+    for (name, _), kind, length in zip(looks, kinds[key], sizes, strict=True):
         if kind is not None and length != expected[kind]:
             raise InputError(
                 f"argument '{name or type(model).__name__}' of the model has {length} rows on rank {lengths.rank}; in "

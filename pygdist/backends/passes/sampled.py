@@ -20,14 +20,22 @@ from pygdist.backends.passes.part import PartPass
 from pygdist.backends.passes.rehearsal import ModelFacts
 from pygdist.backends.passes.rows import Rows
 from pygdist.comm import Communicator
+from pygdist.errors import InputError
 from pygdist.graph import Adjacency
 from pygdist.graph.adjacency import Slot
 from pygdist.hops.arguments import with_rows
 from pygdist.hops.first_layer import InEdges
 
 
-class AllRowsNeededError(Exception):
+class AllRowsNeededError(InputError):
     """The model looks at all nodes at once, as a norm over nodes does, so no row may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the model looks at all nodes of a batch at once, or normalises weights that it computes, which it did not "
+            "when it was tried; call undistribute(model) and distribute(model) when the model changes",
+            of_one_rank=True,
+        )
 
 
 @dataclass(frozen=True)
@@ -54,8 +62,8 @@ class SampledHops:
         ends = list(itertools.accumulate(self.num_nodes))
         later = (ends[min(num_hops - hop, len(ends) - 1)] for hop in range(1, num_hops + 1))
         n_id = torch.arange(ends[-1], device=adjacency.device)
-        own = int(adjacency.csr().indptr[self.num_seeds])
-        return Rows.all_here(n_id, self.num_seeds, (ends[-1], *later), adjacency, num_own_edges=own)
+        num_seed_edges = int(adjacency.csr().indptr[self.num_seeds])
+        return Rows.all_here(n_id, self.num_seeds, (ends[-1], *later), adjacency, num_own_edges=num_seed_edges)
 
 
 SAMPLED_HOPS = Slot[SampledHops]("sampled hops")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from pygdist.backends.base import names_of
+from pygdist.backends.base import Abilities, names_of
 from pygdist.backends.passes.batch import BatchPass
 from pygdist.backends.passes.kinds import Lengths, kinds_of
 from pygdist.backends.passes.rehearsal import Call, ModelFacts, look_at
@@ -35,6 +35,13 @@ log = logging.getLogger(__name__)
 class SampledBackend(RecomputingBackend):
     """Run a model on mini-batches that are sampled across ranks; a pass over one exchanges nothing by itself."""
 
+    abilities = Abilities(
+        exact=False,
+        approximation="a step trains on sampled neighbourhoods of some nodes",
+        mini_batches=True,
+        evaluates=False,
+        reruns_layers=False,
+    )
     per_graph: ClassVar[tuple[str, ...]] = ("_num_seeds",)
     _num_seeds: int | None = None  # of the batch that the model runs on
     _all_rows = ""  # the reason why all rows are computed, about the model

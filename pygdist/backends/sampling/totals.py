@@ -144,14 +144,14 @@ class Flight:
         grads = self._taken(self.gradient)
         wanted = [one for one in self._leaves.values() if one.requires_grad]
         graded = [(one, grad) for one, grad in zip(self._terms, grads, strict=True) if one.numel() and grad.numel()]
-        found: dict[int, Tensor | None] = {}
+        by_leaf: dict[int, Tensor | None] = {}
         if graded and wanted:
             outs, grads_out = zip(*graded, strict=True)
             grads_in = torch.autograd.grad(outs, wanted, grads_out, allow_unused=True)
-            found = dict(zip(map(id, wanted), grads_in, strict=True))
+            by_leaf = dict(zip(map(id, wanted), grads_in, strict=True))
         self._terms = []
         none = [torch.zeros_like(one) if one.requires_grad else None for one in self._leaves.values()]
-        results = [found.get(id(one)) for one in self._leaves.values()]
+        results = [by_leaf.get(id(one)) for one in self._leaves.values()]
         return [zero if one is None else one for one, zero in zip(results, none, strict=True)]
 
     def drop(self) -> None:

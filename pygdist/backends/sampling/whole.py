@@ -63,6 +63,6 @@ def _degrees(layer: Any, cut: Cut, shard: Shard, communicator: Communicator, *, 
     assert cut.degrees is not None, "the caller asked"
     starts = range(0, max(shard.num_owned, 1), _ROWS)
     mine = [cut.degrees(layer, _chunk(shard, start, weighted=weighted)[0], torch.float64) for start in starts]
-    own = torch.cat(mine)
-    halo = communicator.exchange_rows(own.unsqueeze(1), shard.plan, label="degrees").squeeze(1)
-    return torch.cat([own, halo])
+    degree = torch.cat(mine)
+    halo = communicator.exchange_rows(degree.unsqueeze(1), shard.plan, label="degrees").squeeze(1)
+    return torch.cat([degree, halo])
