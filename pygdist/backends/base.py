@@ -251,15 +251,21 @@ class Backend(ABC):
         return None
 
     def whole_first_layer(
-        self, layer: MessagePassing, shard: Shard, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        layer: MessagePassing,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        others: Backend,
     ) -> Tensor:
         """Return the output of a model's first layer for owned nodes, if :attr:`Abilities.holds_columns`.
 
         Args:
             layer: The layer.
-            shard: This rank's part.
+            forward: Its ``forward``.
             args: The layer's arguments.
             kwargs: Its keyword arguments.
+            others: The backend that runs the layers after it, bound to this rank's part.
         """
         raise NotImplementedError
 

@@ -62,9 +62,10 @@ class PullBackend(SampledBackend):
     @override
     def steps(self, shard: Shard, batches: MiniBatches | None, model: nn.Module, *, seed: int) -> Steps:
         batches = self.batches_of(batches)
-        aside, owners, of_edges = self.beside(shard, model)
+        aside, topology = self.beside(shard, model)
+        owners = topology.owners
         features = RemoteRows(shard.x, owners.row_of, shard.num_nodes, aside, label="features")
-        fields = Fields(owners, features, of_edges, aside, self._cached(features, shard, owners, aside))
+        fields = Fields(topology, features, aside, self._cached(features, shard, owners, aside))
         return batches.across_ranks(shard, fields, self.communicator, seed=seed)
 
     def _cached(

@@ -9,7 +9,9 @@ never travel; what does is as wide as the first layer's output, so it pays where
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -19,28 +21,34 @@ from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
+from pygdist.backends.base import Backend
 from pygdist.backends.passes.base import Forward
 from pygdist.backends.passes.rehearsal import Call, Kind, ModelFacts
 from pygdist.backends.passes.sampled import SampledHops, SampledPass
 from pygdist.backends.sampling.backend import SampledBackend
-from pygdist.backends.sampling.blocks import Pusher, block_of
+from pygdist.backends.sampling.blocks import Drawn, Pusher, block_of
+from pygdist.backends.sampling.copies import group_sizes, held_columns, slices_of
 from pygdist.backends.sampling.pipeline import LAG, LaggedSteps, Pipeline, of_layer
 from pygdist.backends.sampling.small import small_neighbourhood
 from pygdist.backends.sampling.totals import FirstLayer
-from pygdist.backends.sampling.whole import whole_first_layer
+from pygdist.backends.sampling.whole import whole_first_layer, whole_products
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency, Shard
 from pygdist.graph.shard import is_unknown, unknown_rows
 from pygdist.hops.arguments import tensors_of
-from pygdist.hops.first_layer import Cut, InEdges, cut_of
+from pygdist.hops.cuts import Cut, InEdges, cut_of
 from pygdist.hops.layer import layer_name, own_class
 from pygdist.hops.untouched import IrreversibleError
 from pygdist.hops.user_code import in_one_line
+from pygdist.nn.inputs import edge_inputs
 from pygdist.sampler._native import Sampled
 from pygdist.sampler.base import MiniBatches
-from pygdist.sampler.owners import NodeOwners, RemoteRows
+from pygdist.sampler.csr_neighbors import check_seed
 from pygdist.sampler.steps import Fields, Steps
+from pygdist.sampler.topology import Topology
+
+log = logging.getLogger(__name__)
 
 _INSTEAD = "use backend pull"
 _ELSEWHERE = "reads the features elsewhere than in its first layer, but no rank has all of a node's"
@@ -50,16 +58,24 @@ class PushPullBackend(SampledBackend):
     """Push the structure of batches to the features' columns, pull the first layer's sums (P3, Sec. 3.2.2).
 
     A step trains as one process would on the batches of all ranks. The model's first layer must be linear in its rows
-    up to a weight (:mod:`pygdist.hops.first_layer`), and get the graph's features as they are; dropout comes after it.
+    up to a weight (:mod:`pygdist.hops.cuts`), and get the graph's features as they are; dropout comes after it.
     Norms over nodes are refused. The model is evaluated on the whole graph, exactly, in the same way.
+
+    Ranks form groups of ``topology_parts`` ranks that hold all in-edges between them, and of ``feature_parts`` ranks
+    that hold all columns (P3, Sec. 3.4). By default all ranks are one group; in smaller ones each rank holds copies of
+    more, and less travels. Both numbers divide that of the ranks, and neither changes what is computed.
 
     Args:
         pipeline: Batches on their way at once: 1, or 3 as in the paper (Sec. 3.3). With 3, exchanges overlap computing,
             the first layer's parameters get their gradient two steps late, and an epoch has two steps more; only the
             end of an epoch can be a place to validate, to save and to stop.
+        cache_gib: Memory of each rank for copies, in GiB: the group sizes that are not given become as small as it
+            allows, ``topology_parts`` first.
+        feature_parts: Ranks that hold all columns of the features between them; with 1 no batch leaves its rank.
+        topology_parts: Ranks that hold all in-edges between them; with 1 each rank samples alone, and pushes no edges.
 
     Raises:
-        InputError: If ``pipeline`` is neither.
+        InputError: If a number is out of range.
 
     Example:
         >>> data = GraphDataModule("sbm", batches=NeighborBatches([25, 10], batch_size=1000))
@@ -68,18 +84,32 @@ class PushPullBackend(SampledBackend):
 
     name = "pushpull"
     abilities = replace(SampledBackend.abilities, placement="columns", holds_columns=True)
-    per_graph: ClassVar[tuple[str, ...]] = ("_first", "_facts", "_trial", "_flights")
+    per_graph: ClassVar[tuple[str, ...]] = ("_cut_layer", "_first", "_facts", "_trial", "_flights")
     _flights: Pipeline | None = None
+    _cut_layer: tuple[MessagePassing, Cut] | None = None
     _first: FirstLayer | None = None
     _facts: ModelFacts | None = None
     _trial: _StandIn | None = None  # while a model is tried
     _weighted = False  # the first layer gets the weights of edges
 
-    def __init__(self, *, pipeline: Literal[1, 3] = 1) -> None:
+    def __init__(
+        self,
+        *,
+        pipeline: Literal[1, 3] = 1,
+        cache_gib: float = 0.0,
+        feature_parts: int | None = None,
+        topology_parts: int | None = None,
+    ) -> None:
         super().__init__()
         if pipeline not in (1, 3):
             raise InputError(f"pipeline is {pipeline}, expected 1 or 3")
-        self.pipeline = pipeline
+        if not 0 <= cache_gib < math.inf:
+            raise InputError(f"cache_gib is {cache_gib}, expected a finite number of GiB, 0 or more")
+        for name, parts in (("feature_parts", feature_parts), ("topology_parts", topology_parts)):
+            if parts is not None and parts < 1:
+                raise InputError(f"{name} is {parts}, expected 1 or more")
+        self.pipeline, self.cache_gib = pipeline, cache_gib
+        self.feature_parts, self.topology_parts = feature_parts, topology_parts
         if pipeline == 3:
             self.abilities = replace(
                 self.abilities, lag=LAG, late_gradients=True,
@@ -91,14 +121,25 @@ class PushPullBackend(SampledBackend):
         batches = self.batches_of(batches)
         if self._facts is None:
             self.look_at(model, batches)
-        aside, owners, of_edges = self.beside(shard, model)
-        fields = _Pushed(owners, shard, of_edges, aside)
+        edge_bytes = sum(one[:1].nbytes for one in edge_inputs(model, shard).values())
+        sizes = group_sizes(
+            shard, self.communicator.world_size, self.feature_parts, self.topology_parts, self.cache_gib, edge_bytes
+        )
+        log.info("groups of %d ranks hold all columns, groups of %d all in-edges", sizes.features, sizes.topology)
+        aside, topology = self.beside(shard, model, sizes.topology)
+        group, layer_group = aside, self.communicator
+        if sizes.features < self.communicator.world_size:
+            group = self.communicator.split(sizes.features, quiet=True)
+        if sizes.features < self.communicator.world_size or self.pipeline > 1:
+            layer_group = self.communicator.split(sizes.features)
+        fields = _Pushed(topology, shard, aside, group, batches, seed)
         steps = batches.across_ranks(shard, fields, self.communicator, seed=seed)
+        assert self._cut_layer is not None, "look_at() finds it"
+        columns = held_columns(shard, sizes.features, self.communicator)
+        self._first = FirstLayer(*self._cut_layer, columns, slices_of(shard.x.size(1), sizes.features), layer_group)
         if self.pipeline == 1:
             return steps
-        first = self._found
-        alone = FirstLayer(first.layer, first.cut, self._columns, shard.x.size(1), self.communicator.apart())
-        self._flights = Pipeline(alone)
+        self._flights = Pipeline(self._first)
         return LaggedSteps(steps)
 
     @override
@@ -133,14 +174,27 @@ class PushPullBackend(SampledBackend):
         """Return the first layer's sum for this rank's batch; every rank makes the call. ``None`` if none has any."""
         if self._flights is not None:
             return self._flights.total()
-        return self._found.total(of_layer(blocks, weighted=self._weighted))
+        assert self._first is not None, "steps() makes it"
+        return self._first.total(of_layer(blocks, weighted=self._weighted))
 
     @override
     def whole_first_layer(
-        self, layer: MessagePassing, shard: Shard, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, layer: MessagePassing, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], others: Backend
     ) -> Tensor:
-        weighted = _takes_weights(layer, _bound(layer, args, kwargs), shard.edge_weight)
-        return whole_first_layer(layer, _cut(layer, shard), shard, self.communicator, weighted=weighted)
+        shard = others.shard
+        bound, cut = _bound(layer, args, kwargs), _cut(layer, shard)
+        weighted = _takes_weights(layer, bound, shard.edge_weight)
+        if cut.late_hops is None:
+            return whole_first_layer(layer, cut, shard, self.communicator, weighted=weighted)
+        products = whole_products(layer, cut, shard, self.communicator)
+        further = {name: value for name, value in bound.items() if name not in ("self", "x")}
+        late_hops = cut.late_hops
+
+        def after_weights(layer: MessagePassing, *args: Any, **kwargs: Any) -> Tensor:
+            return late_hops(others.kept, layer, forward, *args, **kwargs)
+
+        out: Tensor = others.run_layer(layer, after_weights, (products,), further)
+        return out
 
     # -- the first layer -----------------------------------------------------------------------------------------------
 
@@ -187,8 +241,7 @@ class PushPullBackend(SampledBackend):
             ) from error
         finally:
             self._trial = None
-        cut, width = _cut(layer, self.shard), self.shard.x.size(1)
-        self._first = FirstLayer(layer, cut, self._columns, width, self.communicator)
+        self._cut_layer = layer, _cut(layer, self.shard)
         if self._facts is None:
             raise _refused(model, self._all_rows)
         if batches is not None and len(self._facts.widths) != num_hops:
@@ -229,11 +282,6 @@ class PushPullBackend(SampledBackend):
         assert layer is not None, "else the model was refused"
         self._trial = _StandIn(x, inputs.get("edge_weight"))
         return layer, self._tried(call, adjacency, hops)
-
-    @property
-    def _found(self) -> FirstLayer:
-        assert self._first is not None, "look_at() finds it"
-        return self._first
 
     @property
     def _columns(self) -> Tensor:
@@ -277,7 +325,7 @@ class _StandIn:
             )
         self.layer = layer
         weight = layer.get_parameter(cut.weights[0])
-        shape, generator = (self._x.size(0), weight.size(0)), torch.Generator().manual_seed(1)
+        shape, generator = (self._x.size(0), cut.width(layer)), torch.Generator().manual_seed(1)
         rows = torch.randn(shape, generator=generator, dtype=torch.float64).to(weight)
         self._rows.append(rows.requires_grad_(torch.is_grad_enabled() and weight.requires_grad))
         return self._rows[-1]
@@ -307,28 +355,35 @@ class _Pushed(Fields):
     """Gives batches their structure for all ranks, instead of features.
 
     Args:
-        owners: The owners of nodes.
+        topology: As for :class:`~pygdist.sampler.steps.Fields`, like ``aside``.
         shard: This rank's part.
-        of_edges: As for :class:`~pygdist.sampler.steps.Fields`, like ``aside``.
+        aside: See ``topology``.
+        group: The ranks that hold all columns between them, for exchanges of the thread.
+        batches: The kind of batches.
+        seed: Seed of all random numbers.
     """
 
     def __init__(
-        self, owners: NodeOwners, shard: Shard, of_edges: Mapping[str, RemoteRows], aside: Communicator
+        self, topology: Topology, shard: Shard, aside: Communicator, group: Communicator, batches: Any, seed: int
     ) -> None:
-        super().__init__(owners, None, of_edges, aside)
-        self._shard, self._pusher = shard, Pusher(shard.num_nodes, aside)
+        super().__init__(topology, None, aside)
+        self._shard, self._group = shard, group
+        drawn = Drawn(batches.fan_out, batches.replace, check_seed(seed), topology if topology.is_whole else None)
+        self._pusher = Pusher(shard.num_nodes, group, drawn)
 
     @override
-    def add_structure(self, batches: Sequence[Data], sampled: Sequence[Sampled]) -> None:
-        super().add_structure(batches, sampled)
+    def add_structure(self, batches: Sequence[Data], sampled: Sequence[Sampled], epoch: int) -> None:
+        super().add_structure(batches, sampled, epoch)
         num_nodes = self._shard.num_nodes
-        mine = [
-            block_of(one.node, one.source, one.target, sum(one.num_nodes[:-1]), num_nodes, batch.get("edge_weight"))
-            for batch, one in zip(batches, sampled, strict=True)
-        ]
-        for batch, blocks in zip(batches, self._pusher.push(mine), strict=True):
+        mine = [block_of(one, num_nodes, batch.get("edge_weight")) for batch, one in zip(batches, sampled, strict=True)]
+        for batch, blocks in zip(batches, self._pusher.push(mine, epoch), strict=True):
             batch.x = unknown_rows(int(batch.num_nodes or 0), self._shard.x.size(1), self._shard.x.dtype)
             batch.blocks = blocks
+
+    @override
+    def close(self) -> None:
+        self._group.close()
+        super().close()
 
 
 def _refused(model: nn.Module, reason: str) -> InputError:

@@ -301,10 +301,35 @@ class Communicator(Transport):
             # made by some ranks alone, a group after one that is closed would get its name, and its dead addresses
             some = len(ranks) < dist.get_world_size()
             group = dist.new_group(ranks, timeout=self.timeout, use_local_synchronization=some)
+        return self._beside(group, quiet=quiet)
+
+    def split(self, size: int, *, quiet: bool = False) -> Communicator:
+        """Return a communicator of ``size`` ranks, this one's and its neighbours, on a process group of its own.
+
+        Ranks 0 to ``size`` - 1 are the first group, and so on; in a group they count from 0. Every rank makes the call;
+        see :meth:`apart` for the rest.
+
+        Args:
+            size: Ranks of a group; divides their number.
+            quiet: As for :meth:`apart`.
+        """
+        if size == self.world_size:
+            return self.apart(quiet=quiet)
+        ranks, mine = dist.get_process_group_ranks(self.group), None
+        some = len(ranks) < dist.get_world_size()
+        for first in range(0, self.world_size, size) if size > 1 else ():
+            members, is_mine = ranks[first : first + size], first <= self.rank < first + size
+            if is_mine or not some:
+                made = dist.new_group(members, timeout=self.timeout, use_local_synchronization=some)
+                mine = made if is_mine else mine
+        return self._beside(mine, quiet=quiet, first=self.rank - self.rank % size)
+
+    def _beside(self, group: dist.ProcessGroup | None, *, quiet: bool, first: int = 0) -> Communicator:
+        """Return a communicator over a group of these ranks, of which ``first`` is its rank 0."""
         other = Communicator(
             group, timeout_s=self.timeout.total_seconds(), watchdog=self._watchdog, local_rank=self.local_rank
         )
-        other.meter, other.epoch, other._is_quiet = self.meter, self.epoch, quiet
+        other.meter, other.epoch, other._is_quiet, other._first_rank = self.meter, self.epoch, quiet, first
         other.recorder = None if quiet else self.recorder
         self._apart = [*(one for one in self._apart if not one.is_closed), other]
         return other

@@ -59,6 +59,7 @@ class Transport:
             watchdog = watch()
         self._watchdog = watchdog
         self._is_quiet = False  # a thread's exchanges do not say where this rank is
+        self._first_rank = 0  # this group's rank 0, as errors name it
         self._calls, self._digest, self._last = 0, 0, ""  # calls, a checksum of their labels, and the last
         self._at = ""
         self._apart: list[Transport] = []  # of the same ranks, closed with this one
@@ -174,8 +175,8 @@ class Transport:
             A ``LostRankError``, or an ``UnequalRanksError`` if the watchdog finds that the ranks make different calls.
         """
         number = self._calls if self._watchdog is None else self._watchdog.place.exchange
-        here = f"rank {self.rank}, epoch {self.epoch}, exchange {number} ({label})"
-        with_whom = "" if peer is None else f" with rank {peer}"
+        here = f"rank {self._first_rank + self.rank}, epoch {self.epoch}, exchange {number} ({label})"
+        with_whom = "" if peer is None else f" with rank {self._first_rank + peer}"
         cause = str(error).splitlines()[0] if str(error) else type(error).__name__
         cause = cause.rpartition("] ")[2].partition(". This is typically")[0]  # gloo adds its source file and advice
         blame = "" if self._watchdog is None else self._watchdog.diagnose()

@@ -21,7 +21,7 @@ layer                                PyG aggregates        here, where it is che
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, cast
 
@@ -85,6 +85,13 @@ def _sg(
     if layer.cached or not _product_is_cheaper(kept, layer, x, layer.out_channels, edge_weight):
         return None
     product = functional.linear(x, layer.lin.weight)
+    return sg_of_product(layer, forward, product, edge_index, edge_weight)
+
+
+def sg_of_product(
+    layer: SGConv, forward: Forward, product: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None
+) -> Tensor:
+    """Return the output of a layer from the products of its rows with its weight."""
     return forward(stand_in(layer, lin=partial(_plus, bias=layer.lin.bias)), product, edge_index, edge_weight)
 
 
@@ -95,11 +102,22 @@ def _tag(
         return None
     if any(lin.bias is not None for lin in layer.lins):
         return None
+    return tag_of_products(kept, layer, (lin(x) for lin in reversed(layer.lins)), edge_index, edge_weight)
+
+
+def tag_of_products(
+    kept: Kept,
+    layer: TAGConv,
+    products: Iterator[Tensor],
+    edge_index: Tensor,
+    edge_weight: Tensor | None = None,
+) -> Tensor:
+    """Return the output of a layer from the products of its rows with its weights, the last weight's first."""
+    out = next(products)
     if layer.normalize:
-        edge_index, edge_weight = _normalised(kept, layer, x, edge_index, edge_weight)
-    out = layer.lins[-1](x)
-    for lin in reversed(layer.lins[:-1]):
-        out = layer.propagate(edge_index, x=out, edge_weight=edge_weight) + lin(x)
+        edge_index, edge_weight = _normalised(kept, layer, out, edge_index, edge_weight)
+    for product in products:
+        out = layer.propagate(edge_index, x=out, edge_weight=edge_weight) + product
     return _plus(out, layer.bias)
 
 

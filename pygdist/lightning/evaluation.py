@@ -148,5 +148,5 @@ class _AfterFirst(CommBackend):
         self, layer: MessagePassing, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         if any(isinstance(one, Tensor) and is_unknown(one) for one in (*args, *kwargs.values())):
-            return self._trained_by.whole_first_layer(layer, self.shard, args, kwargs)
+            return self._trained_by.whole_first_layer(layer, forward, args, kwargs, self)
         return super().run_layer(layer, forward, args, kwargs)

@@ -2,5 +2,6 @@
 
 from pygdist.nn.normalization import GlobalGCNNorm
 from pygdist.nn.norms import GLOBAL_NORMS, Ranks
+from pygdist.nn.ptags import PTAGSConv
 
-__all__ = ["GLOBAL_NORMS", "GlobalGCNNorm", "Ranks"]
+__all__ = ["GLOBAL_NORMS", "GlobalGCNNorm", "PTAGSConv", "Ranks"]

@@ -75,7 +75,7 @@ class EdgeBatches(MiniBatches):
     @override
     def across_ranks(self, shard: Shard, fields: Fields, communicator: Communicator, *, seed: int) -> LinkSteps:
         """See :meth:`MiniBatches.across_ranks`."""
-        sampler = sampler_of(shard, fields, self.fan_out, replace=self.replace, seed=check_seed(seed))
+        sampler = sampler_of(fields, self.fan_out, replace=self.replace, seed=check_seed(seed))
         return LinkSteps(self, shard, fields, sampler, communicator, seed=seed)
 
 

@@ -87,7 +87,7 @@ class NeighborBatches(MiniBatches):
         """See :meth:`MiniBatches.across_ranks`."""
         if self.library == "pyg":
             raise InputError("library 'pyg' samples one part of a graph; across parts use library 'native'")
-        sampler = sampler_of(shard, fields, self.fan_out, replace=self.replace, seed=check_seed(seed))
+        sampler = sampler_of(fields, self.fan_out, replace=self.replace, seed=check_seed(seed))
         y, mask = shard.y, shard.train_mask
         if y is None or mask is None or not shard.counts["train_mask"]:
             raise InputError("the graph has no labelled nodes for stage 'train' (train_mask)")
@@ -140,10 +140,9 @@ class _Neighborhoods(Dataset[Data]):
         return batch
 
 
-def sampler_of(
-    shard: Shard, fields: Fields, fan_out: Sequence[int], *, replace: bool, seed: int
-) -> DistributedNeighborSampler:
+def sampler_of(fields: Fields, fan_out: Sequence[int], *, replace: bool, seed: int) -> DistributedNeighborSampler:
     """Return a sampler over the parts of all ranks, which make the call together."""
-    csr = shard.adjacency.csr()
-    csr = CSR(csr.indptr, csr.index, csr.num_cols, shard.e_id if fields.need_edge_ids else None)
-    return DistributedNeighborSampler(csr, shard.n_id, fields.owners, fields.aside, fan_out, replace=replace, seed=seed)
+    held = fields.topology
+    return DistributedNeighborSampler(
+        held.csr, held.column_id, held.owners, held.communicator, fan_out, replace=replace, seed=seed
+    )

@@ -6,7 +6,7 @@ Sampling and fetching are exchanges, so all ranks make the same steps; a rank wi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from pygdist.sampler._native import Sampled
 from pygdist.sampler.across_ranks import DistributedNeighborSampler
 from pygdist.sampler.epoch import ShuffledOrder
 from pygdist.sampler.one_ahead import OneAhead
-from pygdist.sampler.owners import NodeOwners, RemoteRows
+from pygdist.sampler.owners import RemoteRows
+from pygdist.sampler.topology import Topology
 
 _CPU = torch.device("cpu")
 _TOGETHER = 4  # steps
@@ -92,7 +93,7 @@ class Steps(ABC):
             chosen = [self.seeds_of(epoch, one) for one in together]
             sampled = self._sampler.sample_all([seeds for seeds, _ in chosen], epoch=epoch)
             batches = [as_data(one).update(fields) for one, (_, fields) in zip(sampled, chosen, strict=True)]
-            self._fields.add_structure(batches, sampled)
+            self._fields.add_structure(batches, sampled, epoch)
             self._made = dict(zip(together, zip(batches, sampled, strict=True), strict=True))
         batch, structure = self._made.pop(step)
         self._fields.add_rows(batch, structure)
@@ -120,9 +121,9 @@ class Steps(ABC):
             ahead.close(_END_S)
 
     def release(self) -> None:
-        """End the thread, and close its process group; every rank makes the call between two epochs."""
+        """End the thread, and close its process groups; every rank makes the call between two epochs."""
         self.close(None)
-        self._fields.aside.close()
+        self._fields.close()
 
     def close(self, timeout_s: float | None = _END_S) -> None:
         """End the thread, if one runs."""
@@ -165,45 +166,43 @@ class Fields:
     """The fields of nodes and edges that a batch needs, fetched from their owners.
 
     Args:
-        owners: The owners of nodes.
+        topology: The edges that this rank holds, and their values.
         features: Rows of nodes; ``None`` if batches have none.
-        of_edges: Values of edges by their global ids, at the owners of their destinations.
         aside: The ranks, on a process group for the thread that makes batches.
         begin_epoch: Called by all ranks before an epoch.
     """
 
     def __init__(
         self,
-        owners: NodeOwners,
+        topology: Topology,
         features: RemoteRows | None,
-        of_edges: Mapping[str, RemoteRows],
         aside: Communicator,
         begin_epoch: Callable[[], None] = lambda: None,
     ) -> None:
-        self.owners, self._features, self._of_edges = owners, features, dict(of_edges)
-        self.aside, self.begin_epoch = aside, begin_epoch
+        self.topology, self._features, self.aside, self.begin_epoch = topology, features, aside, begin_epoch
+        self._of_edges = {name: topology.by_edge_id(name) for name in topology.values}
 
     @property
     def depth(self) -> int:
         """Batches to make ahead: one if they hold features, else those that are sampled at once."""
         return _TOGETHER if self._features is None else 1
 
-    @property
-    def need_edge_ids(self) -> bool:
-        """True if batches must have the global ids of their edges."""
-        return bool(self._of_edges)
-
-    def add_structure(self, batches: Sequence[Data], sampled: Sequence[Sampled]) -> None:
-        """Add the values of edges to some batches; every rank makes the call."""
+    def add_structure(self, batches: Sequence[Data], sampled: Sequence[Sampled], epoch: int) -> None:
+        """Add the values of edges to some batches of an epoch; every rank makes the call."""
         for batch, one in zip(batches, sampled, strict=True):
-            owner = self.owners.owner_of(one.node)
+            owner = self.topology.owners.owner_of(one.node)
             for name, rows in self._of_edges.items():
                 batch[name] = rows.fetch(one.edge, owner[one.target])
 
     def add_rows(self, batch: Data, sampled: Sampled) -> None:
         """Add ``x`` to a batch; every rank makes the call."""
         if self._features is not None:
-            batch.x = self._features.fetch(sampled.node, self.owners.owner_of(sampled.node))
+            batch.x = self._features.fetch(sampled.node, self.topology.owners.owner_of(sampled.node))
+
+    def close(self) -> None:
+        """Close the process groups."""
+        self.topology.close()
+        self.aside.close()
 
 
 def as_data(sampled: Sampled) -> Data:

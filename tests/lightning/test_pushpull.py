@@ -20,6 +20,7 @@ from torch_geometric.data import Data
 from pygdist import GraphDataModule, InputError, NodeClassifier
 from pygdist.backends import PushPullBackend
 from pygdist.kernels import CSR
+from pygdist.nn import PTAGSConv
 from pygdist.nn.inputs import edge_inputs, outputs_of
 from pygdist.sampler import NeighborBatches, _native
 from pygdist.sampler.epoch import ShuffledOrder
@@ -49,6 +50,64 @@ class Weighted(torch.nn.Module):
         return out
 
 
+class TwoHops(torch.nn.Module):
+    """One layer, which makes both hops; takes weights of edges."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv, self.lin = nn.TAGConv(width, 8, K=2), torch.nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor) -> Tensor:
+        out: Tensor = self.lin(self.conv(x, edge_index, edge_weight).relu())
+        return out
+
+
+class PTAGSGraphSAGE(PTAGSConv):
+    """Listing 1 of the paper."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__(aggr="mean")
+        self.fc_neigh = torch.nn.Linear(in_channels, out_channels)
+        self.fc_self = torch.nn.Linear(in_channels, out_channels, bias=False)
+
+    def transform(self, x: Tensor, aggregated: Tensor) -> Tensor:
+        out: Tensor = self.fc_neigh(aggregated) + self.fc_self(x)
+        return out
+
+    def apply_rows(self, out: Tensor) -> Tensor:
+        return out.relu()
+
+
+class Squares(PTAGSConv):
+    """Messages and elements of its own, several weights, a module of a familiar width in ``apply_rows``."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__(aggr="sum")
+        self.one, self.two = torch.nn.Linear(in_channels, in_channels), torch.nn.Linear(in_channels, in_channels)
+        self.last = torch.nn.Linear(in_channels, out_channels)
+
+    def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:
+        return (x_i - x_j).square()
+
+    def transform(self, x: Tensor, aggregated: Tensor) -> Tensor:
+        out: Tensor = self.one(aggregated.sqrt() + x) - 2 * self.two(x.sigmoid())
+        return out
+
+    def apply_rows(self, out: Tensor) -> Tensor:
+        out = self.last(out.tanh())
+        return out
+
+
+TWO_LAYERS: dict[str, Any] = {
+    "graph-conv": lambda width: (nn.GraphConv(width, 8), nn.GraphConv(8, 4)),
+    "ptags": lambda width: (PTAGSGraphSAGE(width, 8), PTAGSGraphSAGE(8, 4)),
+    "ptags-squares": lambda width: (Squares(width, 8), nn.SAGEConv(8, 4)),
+    "SG": lambda width: (nn.SGConv(width, 8), nn.SGConv(8, 4)),
+    "GAT": lambda width: (nn.GATConv(width, 4, heads=2, residual=True), nn.GATConv(8, 4)),
+    "averaged": lambda width: (nn.GATConv(width, 8, heads=3, concat=False), nn.GATv2Conv(8, 4)),
+}
+
+
 def model(name: str, width: int = 12) -> torch.nn.Module:
     torch.manual_seed(7)
     if name == "weighted":
@@ -59,15 +118,12 @@ def model(name: str, width: int = 12) -> torch.nn.Module:
         return nn.GIN(width, 8, num_layers=2, out_channels=4, train_eps=True)
     if name == "jk":
         return nn.GraphSAGE(width, 8, num_layers=2, out_channels=4, jk="cat")
-    if name == "graph-conv":
-        return nn.Sequential(
-            "x, edge_index",
-            [
-                (nn.GraphConv(width, 8), "x, edge_index -> x"),
-                torch.nn.ReLU(),
-                (nn.GraphConv(8, 4), "x, edge_index -> x"),
-            ],
-        )
+    if name in TWO_LAYERS:
+        first, second = TWO_LAYERS[name](width)
+        layers = [(first, "x, edge_index -> x"), torch.nn.ReLU(), (second, "x, edge_index -> x")]
+        return nn.Sequential("x, edge_index", layers)
+    if name == "two-hops":
+        return TwoHops(width)
     net: torch.nn.Module = getattr(nn, name)(width, 8, num_layers=2, out_channels=4)
     return net
 
@@ -100,7 +156,25 @@ def on_ranks(
     return state, history.epochs, module_data.shard.owned_id, sent
 
 
-@pytest.mark.parametrize("name", ["GCN", "GraphSAGE", "max", "GIN", "eps", "graph-conv", "weighted", "jk"])
+NAMES = [
+    "GCN",
+    "GraphSAGE",
+    "max",
+    "GIN",
+    "eps",
+    "graph-conv",
+    "weighted",
+    "jk",
+    "SG",
+    "two-hops",
+    "GAT",
+    "averaged",
+    "ptags",
+    "ptags-squares",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("world_size", "width"), [(1, 12), (2, 7), (3, 2), (4, 12)])
 def test_exact(name: str, world_size: int, width: int, pool: RankPool, tmp_path: Path) -> None:
     """With fewer columns than ranks too."""
@@ -110,6 +184,61 @@ def test_exact(name: str, world_size: int, width: int, pool: RankPool, tmp_path:
     for found, history, *_ in results:
         assert_close(found, expected)
         assert [epoch["train_loss"] for epoch in history] == pytest.approx(losses, rel=1e-10)
+
+
+def test_ptags_listing_is_sage_conv() -> None:
+    torch.manual_seed(0)
+    listing, conv = PTAGSGraphSAGE(7, 4).double(), nn.SAGEConv(7, 4).double()
+    with torch.no_grad():
+        for one, other in ((listing.fc_neigh, conv.lin_l), (listing.fc_self, conv.lin_r)):
+            one.load_state_dict(other.state_dict())
+    data = narrow(7)
+    expected = conv(data.x, data.edge_index).relu()
+    torch.testing.assert_close(listing(data.x, data.edge_index), expected, rtol=1e-12, atol=1e-12)
+
+
+def _grouped(rank: int, world_size: int, folder: str, name: str, options: dict[str, Any], pipeline: Any) -> Any:
+    backend = PushPullBackend(pipeline=pipeline, **options)
+    return on_ranks(rank, world_size, folder, name, narrow(7), "hash", backend, limit_val_batches=0)
+
+
+GROUPS = [
+    {"feature_parts": 2},
+    {"feature_parts": 1},
+    {"topology_parts": 1},
+    {"topology_parts": 2, "feature_parts": 2},
+    {"topology_parts": 1, "feature_parts": 1},
+    {"cache_gib": 1.0},
+]
+
+
+@pytest.mark.parametrize("pipeline", [1, 3])
+@pytest.mark.parametrize("name", ["GCN", "weighted", "GAT", "two-hops"])
+def test_cached_copies_change_nothing(name: str, pipeline: int, pool: RankPool, tmp_path: Path) -> None:
+    """Losses and parameters, whatever is held twice; with all features here, no batch is pushed and no sum pulled."""
+    (expected, history, *_), *_ = pool.run(_grouped, 4, str(tmp_path), name, {}, pipeline)
+    for options in GROUPS:
+        for found, other, _, sent in pool.run(_grouped, 4, str(tmp_path), name, options, pipeline):
+            assert_close(found, expected)
+            losses = [epoch["train_loss"] for epoch in other]
+            assert losses == pytest.approx([epoch["train_loss"] for epoch in history], rel=1e-10)
+            labels = {label.removesuffix(", lengths") for label in sent}
+            if options.get("feature_parts") == 1 or "cache_gib" in options:
+                assert not {label for label in labels if label.startswith(("push", "pull"))}
+            if options.get("topology_parts") == 1 or "cache_gib" in options:
+                assert not {label for label in labels if label.startswith("sampling")}
+                assert "push, weights" not in labels
+
+
+def _refused_sizes(rank: int, world_size: int, folder: str) -> str:
+    with pytest.raises(InputError) as refused:
+        _grouped(rank, world_size, folder, "GCN", {"feature_parts": 3}, 1)
+    return str(refused.value)
+
+
+def test_groups_of_unequal_sizes_are_refused(pool: RankPool, tmp_path: Path) -> None:
+    for text in pool.run(_refused_sizes, 4, str(tmp_path)):
+        assert "feature_parts is 3, expected a divisor of the number of ranks, which is 4" in text
 
 
 @pytest.mark.parametrize("name", ["GCN", "weighted"])
@@ -176,23 +305,52 @@ def test_bytes_are_counted_to_the_byte_and_no_feature_travels(pool: RankPool, tm
         assert {label.removesuffix(", lengths") for label in sent} <= others_sent | pushed
 
 
+def test_with_the_whole_topology_rows_alone_are_pushed(pool: RankPool, tmp_path: Path) -> None:
+    """Structure is 4 R + 64 bytes to each other rank of a group."""
+    data = narrow(7)
+    results = pool.run(_grouped, 4, str(tmp_path), "GraphSAGE", {"topology_parts": 1, "feature_parts": 2}, 1)
+    sizes = _sampled_sizes(data, [owned for _, _, owned, _ in results], epochs=EPOCHS)
+    for rank, (_, _, _, sent) in enumerate(results):
+        mine, other = sizes[rank], sizes[rank ^ 1]
+        assert sent["push, sizes"] == 64 * len(mine)
+        assert sent["push, structure"] == sum(4 * rows for rows, _ in mine)
+        assert sent["push, gradients"] == sum(rows * 8 * 8 for rows, _ in mine)
+        assert sent["pull, sums"] == sum(rows * 8 * 8 for rows, _ in other)
+
+
+def test_scores_are_counted_to_the_byte(pool: RankPool, tmp_path: Path) -> None:
+    """Attention sends scores of U nodes and R rows for each head twice each way, to and from each other rank."""
+    data, world_size = narrow(7), 3
+    results = pool.run(_without_validation, world_size, str(tmp_path), "averaged", data, "hash")
+    sizes = _sampled_sizes(data, [owned for _, _, owned, _ in results], epochs=EPOCHS, nodes=True)
+    for rank, (_, _, _, sent) in enumerate(results):
+        own, others = sizes[rank], [size for other, size in enumerate(sizes) if other != rank]
+        mine = sum((nodes + rows) * 3 * 8 for rows, nodes in own)
+        for label in ("scores", "gradients of scores"):
+            assert sent[f"push, {label}"] == (world_size - 1) * mine
+            assert sent[f"pull, {label}"] == sum((nodes + rows) * 3 * 8 for other in others for rows, nodes in other)
+
+
 def _without_validation(*args: Any) -> Any:
     return on_ranks(*args, limit_val_batches=0)
 
 
-def _sampled_sizes(data: Data, owned: list[Tensor], *, epochs: int) -> list[list[tuple[int, int]]]:
-    """For each rank and step, the rows with in-edges and the edges of its batch, as one process samples it."""
+def _sampled_sizes(data: Data, owned: list[Tensor], *, epochs: int, nodes: bool = False) -> list[list[tuple[int, int]]]:
+    """For each rank and step, the rows with in-edges and the edges of its batch, as one process samples it.
+
+    With ``nodes`` all its nodes stand in place of the edges.
+    """
     csr = CSR.from_coo(data.edge_index[1], data.edge_index[0], num_rows=160, num_cols=160)
     seeds = [nodes[data.train_mask[nodes]] for nodes in owned]
     steps = max(-(-one.numel() // 13) for one in seeds)
     sizes: list[list[tuple[int, int]]] = [[] for _ in owned]
     for epoch in range(epochs):
-        for found, nodes in zip(sizes, seeds, strict=True):
-            order = ShuffledOrder(nodes.numel(), SEED, shuffle=True).of(epoch)
+        for found, mine in zip(sizes, seeds, strict=True):
+            order = ShuffledOrder(mine.numel(), SEED, shuffle=True).of(epoch)
             for step in range(steps):
-                chosen = nodes[order[step * nodes.numel() // steps : (step + 1) * nodes.numel() // steps]]
+                chosen = mine[order[step * mine.numel() // steps : (step + 1) * mine.numel() // steps]]
                 batch = _native.sample(csr, chosen, FAN_OUT, replace=False, seed=SEED, epoch=epoch)
-                found.append((sum(batch.num_nodes[:-1]), sum(batch.num_edges)))
+                found.append((sum(batch.num_nodes[:-1]), batch.node.numel() if nodes else sum(batch.num_edges)))
     return sizes
 
 
@@ -211,7 +369,7 @@ def _evaluated(rank: int, world_size: int, folder: str, name: str) -> tuple[Tens
     return ids, out
 
 
-@pytest.mark.parametrize("name", ["GCN", "weighted", "max", "eps"])
+@pytest.mark.parametrize("name", ["GCN", "weighted", "max", "eps", "SG", "two-hops", "GAT", "ptags-squares"])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_evaluation_is_that_of_the_whole_graph(name: str, world_size: int, pool: RankPool, tmp_path: Path) -> None:
     """The checkpoint loads into the plain model; 11 rows of the first layer are computed at a time."""
@@ -337,6 +495,22 @@ class _Lies(_Skips):
         return out
 
 
+class _Mixes(PTAGSGraphSAGE):
+    def transform(self, x: Tensor, aggregated: Tensor) -> Tensor:
+        out: Tensor = self.fc_neigh(aggregated).relu() + self.fc_self(x)  # not linear in the sum over columns
+        return out
+
+
+class _NotLinear(_Skips):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = _Mixes(12, 8)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x, edge_index), edge_index)
+        return out
+
+
 class _Breaks(_Skips):
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         out: Tensor = self.skip(self.first(x, edge_index))
@@ -357,7 +531,8 @@ REFUSED = {
     "attributes": (_OfEdges, "GCNConv gets edge weights that the model computes"),
     "learned": (_Learned, "GCNConv gets edge weights that the model computes"),
     "lies": (_Lies, "_DropSAGE computes something else than SAGEConv"),
-    "attention": (lambda: nn.GAT(12, 8, num_layers=2, out_channels=4), "GATConv is none of the layers"),
+    "ptags": (_NotLinear, "_Mixes computes something else than PTAGSConv"),
+    "attention": (lambda: nn.GAT(12, 8, num_layers=2, out_channels=4, v2=True), "GATv2Conv is none of the layers"),
     "lstm": (lambda: nn.GraphSAGE(12, 8, num_layers=2, out_channels=4, aggr="lstm"), "aggregates by LSTMAggregation"),
     "norm": (lambda: nn.GCN(12, 8, num_layers=2, out_channels=4, norm="batch_norm"), "looks at all nodes of a batch"),
     "hops": (lambda: nn.GCN(12, 8, num_layers=3, out_channels=4), "fan_out has 2 numbers, but GCN makes 3 hops"),
@@ -442,6 +617,7 @@ FIRST = {
     "GraphSAGE": {"convs.0.lin_l.weight", "convs.0.lin_r.weight"},
     "eps": {"convs.0.nn.lins.0.weight", "convs.0.eps"},
     "weighted": {"first.lin.weight"},
+    "GAT": {f"module_0.{one}" for one in ("lin.weight", "res.weight", "att_src", "att_dst")},
 }
 
 

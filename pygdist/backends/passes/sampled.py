@@ -24,7 +24,7 @@ from pygdist.errors import InputError
 from pygdist.graph import Adjacency
 from pygdist.graph.adjacency import Slot
 from pygdist.hops.arguments import with_rows
-from pygdist.hops.first_layer import InEdges
+from pygdist.hops.cuts import InEdges
 
 
 class AllRowsNeededError(InputError):

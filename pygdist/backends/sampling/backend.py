@@ -27,7 +27,7 @@ from pygdist.hops.arguments import each_tensor, edges_among, first_rows, tensors
 from pygdist.hops.user_code import in_one_line
 from pygdist.nn.inputs import edge_inputs
 from pygdist.sampler.base import MiniBatches
-from pygdist.sampler.owners import NodeOwners, RemoteRows
+from pygdist.sampler.topology import Topology
 
 log = logging.getLogger(__name__)
 
@@ -65,16 +65,14 @@ class SampledBackend(RecomputingBackend):
             InputError: On all ranks, if there are no batches, they do not cross parts, or there is nothing to learn.
         """
 
-    def beside(self, shard: Shard, model: nn.Module) -> tuple[Communicator, NodeOwners, dict[str, RemoteRows]]:
-        """Return what a thread makes batches with, on a process group of its own; every rank makes the call.
+    def beside(self, shard: Shard, model: nn.Module, num_parts: int | None = None) -> tuple[Communicator, Topology]:
+        """Return the ranks, on a process group for the thread that makes batches, and the edges that this one holds.
 
-        Returns:
-            The ranks, the owners of nodes, and the values of edges that the model takes, by name.
+        Every rank makes the call. Arguments are those of :meth:`~pygdist.sampler.topology.Topology.of`, with the values
+        of edges that the model takes.
         """
         aside = self.communicator.apart(quiet=True)
-        owners = NodeOwners.of(shard.owned_id, shard.num_nodes, aside)
-        names = edge_inputs(model, shard)
-        return aside, owners, {name: _by_id(getattr(shard, name), shard, aside, name) for name in names}
+        return aside, Topology.of(shard, list(edge_inputs(model, shard)), aside, num_parts=num_parts)
 
     def batches_of(self, batches: MiniBatches | None) -> MiniBatches:
         """Refuse to train without batches."""
@@ -217,12 +215,3 @@ def _are_close(one: Tensor, other: Tensor) -> bool:
         return False
     largest = max(1.0, float(other.abs().max())) if other.numel() else 1.0
     return torch.allclose(one, other, rtol=0, atol=torch.finfo(other.dtype).eps ** 0.6 * largest, equal_nan=True)
-
-
-def _by_id(values: Tensor, shard: Shard, communicator: Communicator, name: str) -> RemoteRows:
-    """Return values of edges, to be fetched by the edges' global ids."""
-    order = shard.e_id.argsort()
-    ids = shard.e_id[order]
-    return RemoteRows(
-        values[order], lambda wanted: torch.searchsorted(ids, wanted), shard.num_edges, communicator, label=name
-    )

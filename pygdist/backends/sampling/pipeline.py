@@ -30,7 +30,7 @@ from torch_geometric.data import Data
 from pygdist.backends.sampling.totals import FirstLayer, Flight
 from pygdist.comm.derivatives import once_differentiable
 from pygdist.errors import InputError
-from pygdist.hops.first_layer import InEdges
+from pygdist.hops.cuts import InEdges
 from pygdist.sampler.steps import Steps
 
 LAG = 2  # steps

@@ -24,9 +24,7 @@ from torch.autograd import Function
 
 from pygdist.comm import Communicator, Transfer
 from pygdist.comm.derivatives import once_differentiable
-from pygdist.comm.slices import columns_of
-from pygdist.hops.first_layer import Cut, InEdges
-from pygdist.kernels import CSR
+from pygdist.hops.cuts import Cut, InEdges
 
 
 class FirstLayer:
@@ -36,37 +34,71 @@ class FirstLayer:
         layer: The layer.
         cut: The way in which it is cut.
         columns: This rank's columns of all nodes, ``(N, c)``.
-        width: Number of columns of all ranks together.
+        slices: For each rank, its slice of all columns.
         communicator: The ranks.
 
     Attributes:
         has_columns: For each rank, True if it holds any column.
     """
 
-    def __init__(self, layer: nn.Module, cut: Cut, columns: Tensor, width: int, communicator: Communicator) -> None:
+    def __init__(
+        self, layer: nn.Module, cut: Cut, columns: Tensor, slices: Sequence[slice], communicator: Communicator
+    ) -> None:
         self.layer, self.cut, self._columns, self.communicator = layer, cut, columns, communicator
-        slices = [columns_of(width, rank, communicator.world_size) for rank in range(communicator.world_size)]
-        self._mine, self.has_columns = slices[communicator.rank], [one.start < one.stop for one in slices]
+        self.mine, self.has_columns = slices[communicator.rank], [one.start < one.stop for one in slices]
 
-    def terms(self, blocks: Sequence[InEdges], parameters: Mapping[str, Tensor]) -> list[Tensor]:
-        """Return this rank's term for each batch, ``(D_q, H)``; in full precision, as they are summed."""
+    def prepared(self, blocks: Sequence[InEdges], parameters: Mapping[str, Tensor]) -> list[tuple[InEdges, Tensor]]:
+        """Return, for each batch, its edges and this rank's columns as the cut layer's functions get them."""
         dtype = parameters[self.cut.weights[0]].dtype
-        with torch.autocast(self._columns.device.type, enabled=False):
-            return [
-                self.cut.partial(self.layer, parameters, *self._in_type(block, dtype), self._mine) for block in blocks
-            ]
+        return [self.cut.prepared(self.layer, block, self._columns, dtype) for block in blocks]
 
-    def _in_type(self, edges: InEdges, dtype: torch.dtype) -> tuple[InEdges, Tensor]:
-        """Return edges and the columns that they read in a type; of columns in another type, as on disk, only those."""
-        if edges.weight is not None:
-            edges = replace(edges, weight=edges.weight.to(dtype))
-        if self._columns.dtype == dtype:
-            return edges, self._columns
-        index = edges.csr.index
-        ids, place = torch.cat([index.long(), edges.row_id]).unique(return_inverse=True)
-        local, row_id = place.split([index.numel(), edges.num_rows])
-        csr = CSR(edges.csr.indptr, local.to(torch.int32), ids.numel())
-        return replace(edges, csr=csr, row_id=row_id), self._columns[ids].to(dtype)
+    def swap(self, outgoing: Sequence[Tensor], incoming: list[Tensor], label: str) -> Transfer:
+        """Begin to send each rank a tensor, and to receive one of each."""
+        transfer = Transfer(self.communicator, incoming, label, ring=False)
+        for message in transfer.targets:
+            transfer.give(message, outgoing[message.rank])
+        self.communicator.done()  # nobody waits for it yet
+        return transfer
+
+    def to_owners(self, parts: Sequence[Tensor], label: str) -> tuple[Transfer, list[Tensor]]:
+        """Begin to send each rank this rank's part of its sum; return what parts of the own one will be in."""
+        mine, here = parts[self.communicator.rank].detach(), self.has_columns[self.communicator.rank]
+        incoming = [mine.new_empty(mine.shape if has else (0, *mine.shape[1:])) for has in self.has_columns]
+        outgoing = [one.detach().contiguous() if here else one.detach()[:0] for one in parts]
+        return self.swap(outgoing, incoming, label), incoming
+
+    def to_columns(self, mine: Tensor, shapes: Sequence[torch.Size], label: str) -> tuple[Transfer, list[Tensor]]:
+        """Begin to send a tensor of this rank to all ranks that have columns; return what theirs will be in."""
+        here = self.has_columns[self.communicator.rank]
+        incoming = [mine.new_empty(shape if here else (0, *shape[1:])) for shape in shapes]
+        outgoing = [mine if has else mine[:0] for has in self.has_columns]
+        return self.swap(outgoing, incoming, label), incoming
+
+    def added(self, arrived: Sequence[Tensor], mine: Tensor) -> Tensor:
+        """Add up what ranks that have columns sent, in rank order; ``mine`` stands for this rank's own."""
+        arrived = [mine if rank == self.communicator.rank else one for rank, one in enumerate(arrived)]
+        first, *others = [one for one, has in zip(arrived, self.has_columns, strict=True) if has] or [mine]
+        total = first.clone()  # not the memory of a term
+        for one in others:
+            total += one
+        return total
+
+    def summed_everywhere(self, parts: Sequence[Tensor], label: str) -> list[Tensor]:
+        """Sum each batch's parts over ranks at its owner, and send the sum back; every rank makes the call.
+
+        Args:
+            parts: This rank's part for each batch.
+            label: Names the exchange.
+        """
+        mine = parts[self.communicator.rank].detach()
+        self.communicator.begin_wait(label)
+        transfer, arrived = self.to_owners(parts, f"pull, {label}")
+        transfer.finish()
+        total = self.added(arrived, mine)
+        transfer, totals = self.to_columns(total, [one.shape for one in parts], f"push, {label}")
+        transfer.finish()
+        totals[self.communicator.rank] = total
+        return totals
 
     def total(self, blocks: Sequence[InEdges]) -> Tensor:
         """Return the sum of all ranks' terms for this rank's rows, ``(D, H)``; every rank makes the call.
@@ -89,7 +121,8 @@ class FirstLayer:
 class Flight:
     """The first layer of one step's batches: this rank's terms, their sums and gradients on their way.
 
-    Every rank makes the same calls, in the same order. Between two of them others may be made for other steps.
+    Every rank makes the same calls, in the same order. Between two of them others may be made for other steps. A layer
+    that needs scores exchanges these, and their gradients, at once: nothing else can be computed meanwhile.
 
     Args:
         first: The layer.
@@ -104,81 +137,100 @@ class Flight:
         self._first, self._label, self._arrived = first, "", list[Tensor]()
         self._transfer: Transfer | None = None
         self.gradient: Tensor | None = None
-        named = first.cut.parameters(first.layer)
-        with torch.enable_grad():
-            self._leaves = {
-                name: (one.detach().clone() if lasts else one.detach()).requires_grad_(one.requires_grad)
-                for name, one in named.items()
-            }
-            self._terms = first.terms(blocks, self._leaves)
+        cut, layer = first.cut, first.layer
+        named = cut.parameters(layer)
+        self._leaves = {
+            name: (one.detach().clone() if lasts else one.detach()).requires_grad_(one.requires_grad)
+            for name, one in named.items()
+        }
+        device = self._leaves[cut.weights[0]].device.type
+        with torch.enable_grad(), torch.autocast(device, enabled=False):  # terms are summed in full precision
+            prepared = first.prepared(blocks, self._leaves)
+            self._parts, self._scores = list[Tensor](), list[Tensor]()
+            if cut.scores is not None:
+                self._parts = [cut.scores(layer, self._leaves, *one, first.mine) for one in prepared]
+                totals = first.summed_everywhere(self._parts, "scores")
+                self._scores = [
+                    total.requires_grad_(part.requires_grad) for part, total in zip(self._parts, totals, strict=True)
+                ]
+                known = (
+                    self._scores
+                    if first.has_columns[first.communicator.rank]
+                    else [one.detach() for one in self._parts]
+                )
+                prepared = [
+                    (replace(edges, scores=scores), columns)
+                    for (edges, columns), scores in zip(prepared, known, strict=True)
+                ]
+            self._terms = [cut.term(layer, self._leaves, *one, first.mine) for one in prepared]
 
     def post_terms(self) -> None:
         """Send each rank its term."""
-        first, mine = self._first, self._own
-        here = first.has_columns[first.communicator.rank]
-        incoming = [mine.new_empty(mine.shape if has else (0, *mine.shape[1:])) for has in first.has_columns]
-        outgoing = [one.detach().contiguous() if here else one.detach()[:0] for one in self._terms]
-        self._post(outgoing, incoming, "pull, sums")
+        self._transfer, self._arrived = self._first.to_owners(self._terms, "pull, sums")
+        self._label = "pull, sums"
 
     def total(self) -> Tensor:
         """Wait for the terms of this rank's batch and return their sum, in rank order."""
-        arrived = self._taken(self._own)
-        with_columns = [one for one, has in zip(arrived, self._first.has_columns, strict=True) if has]
-        total = with_columns[0] if with_columns else self._own
-        for one in with_columns[1:]:
-            total = total + one
-        return total.clone() if len(with_columns) < 2 else total  # not the memory of a term
+        self._wait()
+        return self._first.added(self._arrived, self._terms[self._first.communicator.rank].detach())
 
     def post_gradient(self, gradient: Tensor) -> None:
         """Send the gradient of this rank's sum to all ranks that have columns."""
-        first, gradient = self._first, gradient.contiguous()
-        here = first.has_columns[first.communicator.rank]
-        incoming = [gradient.new_empty(one.shape if here else (0, *one.shape[1:])) for one in self._terms]
-        outgoing = [gradient if has else gradient[:0] for has in first.has_columns]
-        self._post(outgoing, incoming, "push, gradients")
-        self.gradient = gradient
+        self.gradient, self._label = gradient.contiguous(), "push, gradients"
+        shapes = [one.shape for one in self._terms]
+        self._transfer, self._arrived = self._first.to_columns(self.gradient, shapes, self._label)
 
     def gradients(self) -> list[Tensor | None]:
         """Wait for the gradients of all ranks' sums; return those of the parameters, from this rank's columns."""
         assert self.gradient is not None, "it was posted"
-        grads = self._taken(self.gradient)
-        wanted = [one for one in self._leaves.values() if one.requires_grad]
-        graded = [(one, grad) for one, grad in zip(self._terms, grads, strict=True) if one.numel() and grad.numel()]
-        by_leaf: dict[int, Tensor | None] = {}
-        if graded and wanted:
-            outs, grads_out = zip(*graded, strict=True)
-            grads_in = torch.autograd.grad(outs, wanted, grads_out, allow_unused=True)
-            by_leaf = dict(zip(map(id, wanted), grads_in, strict=True))
-        self._terms = []
-        none = [torch.zeros_like(one) if one.requires_grad else None for one in self._leaves.values()]
-        results = [by_leaf.get(id(one)) for one in self._leaves.values()]
-        return [zero if one is None else one for one, zero in zip(results, none, strict=True)]
+        self._wait()
+        grads, self._arrived = self._arrived, []
+        grads[self._first.communicator.rank] = self.gradient
+        leaves = list(self._leaves.values())
+        found = _gradients(self._terms, grads, [*leaves, *self._scores])
+        by_leaf, of_scores = found[: len(leaves)], found[len(leaves) :]
+        if of_scores:
+            parts = [
+                torch.zeros_like(one) if grad is None else grad
+                for one, grad in zip(self._scores, of_scores, strict=True)
+            ]
+            totals = self._first.summed_everywhere(parts, "gradients of scores")
+            through = _gradients(self._parts, totals, leaves)
+            by_leaf = [
+                other if one is None else one if other is None else one + other
+                for one, other in zip(by_leaf, through, strict=True)
+            ]
+        self._terms, self._parts, self._scores = [], [], []
+        return [
+            torch.zeros_like(leaf) if grad is None and leaf.requires_grad else grad
+            for leaf, grad in zip(leaves, by_leaf, strict=True)
+        ]
 
     def drop(self) -> None:
         """Wait for what is on its way, and use nothing of it."""
-        self._taken(self._own)
+        self._wait()
 
-    @property
-    def _own(self) -> Tensor:
-        return self._terms[self._first.communicator.rank].detach()
-
-    def _post(self, outgoing: list[Tensor], incoming: list[Tensor], label: str) -> None:
-        transfer = Transfer(self._first.communicator, incoming, label, ring=False)
-        for message in transfer.targets:
-            transfer.give(message, outgoing[message.rank])
-        self._first.communicator.done()  # nobody waits for it yet
-        self._transfer, self._arrived, self._label = transfer, incoming, label
-
-    def _taken(self, mine: Tensor) -> list[Tensor]:
-        """Wait for what was posted last; ``mine`` stands for this rank's own."""
+    def _wait(self) -> None:
         transfer, self._transfer = self._transfer, None
         if transfer is not None:
             self._first.communicator.begin_wait(self._label)
             transfer.finish()
-        arrived, self._arrived = self._arrived, []
-        if arrived:
-            arrived[self._first.communicator.rank] = mine
-        return arrived
+
+
+def _gradients(outs: list[Tensor], grads: list[Tensor], wanted: list[Tensor]) -> list[Tensor | None]:
+    """Return the gradients of some tensors; ``None`` for those that need none, or that no output depends on.
+
+    Outputs without a gradient have an empty one.
+    """
+    graded = [
+        (out, grad) for out, grad in zip(outs, grads, strict=True) if out.numel() and grad.numel() and out.requires_grad
+    ]
+    asked = [one for one in wanted if one.requires_grad]
+    if not (graded and asked):
+        return [None] * len(wanted)
+    outs_of, grads_of = zip(*graded, strict=True)
+    found = iter(torch.autograd.grad(outs_of, asked, grads_of, allow_unused=True))
+    return [next(found) if one.requires_grad else None for one in wanted]
 
 
 class _Total(Function):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,10 +10,11 @@ import torch
 from torch import Tensor
 
 from pygdist.backends.sampling.blocks import Pusher
+from pygdist.backends.sampling.copies import slices_of
 from pygdist.backends.sampling.totals import FirstLayer, Flight
 from pygdist.comm import Communicator
 from pygdist.graph import Shard
-from pygdist.hops.first_layer import Cut, InEdges
+from pygdist.hops.cuts import Cut, InEdges, products_of
 from pygdist.kernels import CSR
 
 _ROWS = 1 << 14  # at a time
@@ -28,22 +30,46 @@ def whole_first_layer(layer: Any, cut: Cut, shard: Shard, communicator: Communic
         communicator: The ranks.
         weighted: The layer gets the graph's edge weights.
     """
+    degree: Tensor | None = None
+    if cut.degrees is not None:
+        degree = _degrees(layer, cut, shard, communicator, weighted=weighted)
+
+    def edges_from(start: int) -> InEdges:
+        edges, index = _chunk(shard, start, weighted=weighted)
+        return edges if degree is None else replace(edges, source_degree=degree[index])
+
+    with torch.no_grad():
+        out: Tensor = cut.rest(layer, _summed(layer, cut, shard, communicator, edges_from))
+    return out
+
+
+def whole_products(layer: Any, cut: Cut, shard: Shard, communicator: Communicator) -> Tensor:
+    """Return the products of this rank's rows of features with a layer's weights, ``(n, sum of H)``, likewise."""
+
+    def rows_from(start: int) -> InEdges:
+        ids = shard.owned_id[start : start + _ROWS]
+        no_edges = CSR(torch.zeros(ids.numel() + 1, dtype=torch.int64), ids[:0].to(torch.int32), shard.num_nodes)
+        return InEdges(no_edges, ids)
+
+    return _summed(layer, products_of(cut), shard, communicator, rows_from)
+
+
+def _summed(
+    layer: Any, cut: Cut, shard: Shard, communicator: Communicator, edges_from: Callable[[int], InEdges]
+) -> Tensor:
+    """Return the sum over ranks for this rank's own nodes, some at a time."""
     columns, width = shard.columns, shard.x.size(1)
     assert columns is not None, "the placement is columns"
-    first, pusher = FirstLayer(layer, cut, columns, width, communicator), Pusher(shard.num_nodes, communicator)
+    first = FirstLayer(layer, cut, columns, slices_of(width, communicator.world_size), communicator)
+    pusher, sums = Pusher(shard.num_nodes, communicator), list[Tensor]()
+    num_chunks = int(communicator.gather([float(-(-shard.num_owned // _ROWS))]).max())
     with torch.no_grad():
-        degree = None if cut.degrees is None else _degrees(layer, cut, shard, communicator, weighted=weighted)
-        num_chunks = int(communicator.gather([float(-(-shard.num_owned // _ROWS))]).max())
-        sums = []
         for number in range(max(num_chunks, 1)):
-            edges, index = _chunk(shard, number * _ROWS, weighted=weighted)
-            edges = edges if degree is None else replace(edges, source_degree=degree[index])
-            (blocks,) = pusher.push([edges])
+            (blocks,) = pusher.push([edges_from(number * _ROWS)])
             flight = Flight(first, blocks)
             flight.post_terms()
-            sums.append(flight.total())
-        out: Tensor = cut.rest(layer, torch.cat(sums))
-    return out
+            sums.append(flight.total().detach())
+    return torch.cat(sums)
 
 
 def _chunk(shard: Shard, start: int, *, weighted: bool) -> tuple[InEdges, Tensor]:

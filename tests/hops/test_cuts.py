@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch_geometric import nn
 
-from pygdist.hops.first_layer import InEdges, cut_of
+from pygdist.hops.cuts import InEdges, cut_of
+from pygdist.hops.cuts.cut import summed
 from pygdist.kernels import CSR
 
 NODES, ROWS, WIDTH = 30, 12, 7
@@ -24,6 +25,12 @@ LAYERS = {
     "no root": lambda: nn.SAGEConv(WIDTH, 4, aggr="sum", root_weight=False),
     "GraphConv": lambda: nn.GraphConv(WIDTH, 4),
     "GIN": lambda: nn.GINConv(nn.MLP([WIDTH, 5, 4], norm=None), train_eps=True),
+    "SG": lambda: nn.SGConv(WIDTH, 4),
+    "TAG": lambda: nn.TAGConv(WIDTH, 4, K=1),
+    "TAG, not normalised": lambda: nn.TAGConv(WIDTH, 4, K=1, normalize=False),
+    "GAT": lambda: nn.GATConv(WIDTH, 4, heads=3),
+    "GAT, averaged": lambda: nn.GATConv(WIDTH, 4, heads=2, concat=False, residual=True, bias=False),
+    "GAT, no loops": lambda: nn.GATConv(WIDTH, 4, heads=2, add_self_loops=False, negative_slope=-0.1),
     "GIN, own network": lambda: nn.GINConv(torch.nn.Sequential(torch.nn.Linear(WIDTH, 5), torch.nn.ReLU()), eps=0.3),
 }
 
@@ -44,7 +51,7 @@ def test_terms_of_all_ranks_and_the_rest_are_the_layer(name: str, weighted: bool
     """Nodes are known by global ids that are not their places, and most sources are no rows."""
     torch.manual_seed(0)
     layer, (edges, weight) = LAYERS[name]().double(), edges_of(weighted=weighted)
-    if weighted and not isinstance(layer, (nn.GCNConv, nn.GraphConv)):
+    if weighted and not isinstance(layer, (nn.GCNConv, nn.GraphConv, nn.SGConv, nn.TAGConv)):
         pytest.skip("the layer takes no weights")
     x, ids = torch.randn(NODES, WIDTH, dtype=torch.float64), torch.randperm(2 * NODES)[:NODES]
     features = torch.full((2 * NODES, WIDTH), float("nan"), dtype=torch.float64)
@@ -54,10 +61,57 @@ def test_terms_of_all_ranks_and_the_rest_are_the_layer(name: str, weighted: bool
     block = InEdges(CSR(indptr, ids[source].to(torch.int32), 2 * NODES), ids[:ROWS], weight)
     cut = cut_of(layer)
     slices = (slice(0, 3), slice(3, 3), slice(3, WIDTH))  # the second rank has no column
-    terms = [cut.partial(layer, cut.parameters(layer), block, features[:, mine].contiguous(), mine) for mine in slices]
-    found = cut.rest(layer, terms[0] + terms[1] + terms[2])
+    found = cut.rest(layer, summed(cut, layer, block, features, slices))
     expected = layer(x, edges, *([] if weight is None else [weight]))[:ROWS]
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.SGConv(WIDTH, 4, K=3),
+        lambda: nn.SGConv(WIDTH, 4, K=2, add_self_loops=False),
+        lambda: nn.TAGConv(WIDTH, 4, K=3),
+        lambda: nn.TAGConv(WIDTH, 4, K=2, normalize=False),
+    ],
+    ids=["SG", "SG, no loops", "TAG", "TAG, not normalised"],
+)
+def test_several_hops_compute_the_rows_whose_neighbourhood_is_here(make: Any, weighted: bool) -> None:
+    """Rows of 3, 5, 8 and 13 nodes by hop; edges into a hop come from all nodes up to the next one."""
+    torch.manual_seed(0)
+    layer, ends, generator = make().double(), (16, 8, 3), torch.Generator().manual_seed(2)
+    starts = (0, *reversed(ends), 29)
+    target = torch.randint(16, (90,), generator=generator).sort().values
+    reach = torch.tensor([29 if row >= 8 else 16 if row >= 3 else 8 for row in target.tolist()])
+    source = (torch.rand(90, generator=generator) * reach).long()
+    weight = torch.rand(90, generator=generator, dtype=torch.float64) if weighted else None
+    x, ids = torch.randn(29, WIDTH, dtype=torch.float64), torch.randperm(60)[:29]
+    features = torch.full((60, WIDTH), float("nan"), dtype=torch.float64)
+    features[ids] = x
+    indptr = torch.cat([torch.zeros(1, dtype=torch.int64), torch.bincount(target, minlength=16).cumsum(0)])
+    block = InEdges(CSR(indptr, ids[source].to(torch.int32), 60), ids[:16], weight, ends=ends)
+    cut = cut_of(layer)
+    found = cut.rest(layer, summed(cut, layer, block, features, (slice(0, 3), slice(3, WIDTH))))
+    expected = layer(x, torch.stack([source, target]), weight)[: starts[4 - layer.K]]
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_attention_drops_the_same_weights_on_all_ranks() -> None:
+    """Terms of two ranks add up to that of one, for each key its own; in evaluation nothing is dropped."""
+    torch.manual_seed(0)
+    layer, (edges, _) = nn.GATConv(WIDTH, 4, heads=2, dropout=0.5).double(), edges_of(weighted=False)
+    x = torch.randn(NODES, WIDTH, dtype=torch.float64)
+    csr = CSR.from_coo(edges[1], edges[0], num_rows=ROWS, num_cols=NODES)
+    cut, halves = cut_of(layer), (slice(0, 3), slice(3, WIDTH))
+    outs = []
+    for key in (1, 2):
+        block = InEdges(csr, torch.arange(ROWS), key=key)
+        outs.append(summed(cut, layer, block, x, [slice(0, WIDTH)]))
+        torch.testing.assert_close(summed(cut, layer, block, x, halves), outs[-1])
+    assert not torch.allclose(outs[0], outs[1])
+    layer.eval()
+    torch.testing.assert_close(cut.rest(layer, summed(cut, layer, block, x, halves)), layer(x, edges)[:ROWS])
 
 
 class _Relu(nn.SAGEConv):
@@ -71,7 +125,10 @@ class _SameByAnotherWay(nn.SAGEConv):
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "attention": (lambda: nn.GATConv(WIDTH, 4), "GATConv is none of the layers that are cut by columns"),
+    "attention": (lambda: nn.GATv2Conv(WIDTH, 4), "GATv2Conv is none of the layers that are cut by columns"),
+    "bipartite": (lambda: nn.GATConv((WIDTH, WIDTH), 4), "has a weight for sources and another one"),
+    "attributes": (lambda: nn.GATConv(WIDTH, 4, edge_dim=2), "with edge_dim reads attributes of edges"),
+    "cached": (lambda: nn.SGConv(WIDTH, 4, cached=True), "with cached=True keeps the rows"),
     "projected": (lambda: nn.SAGEConv(WIDTH, 4, project=True), "with project=True is not linear"),
     "lstm": (lambda: nn.SAGEConv(WIDTH, 4, aggr="lstm"), "aggregates by LSTMAggregation, expected a sum"),
     "subclass": (lambda: _Relu(WIDTH, 4), "_Relu computes something else than SAGEConv"),

@@ -1,0 +1,147 @@
+"""The words of a cut: the edges that a rank computes a first layer on, and the functions that a cut layer becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pygdist.kernels import CSR
+
+
+@dataclass(frozen=True, eq=False)
+class InEdges:
+    """Edges into some rows, whose sources and rows are known by their global ids.
+
+    Attributes:
+        csr: The edges; columns are global ids.
+        row_id: Global ids of the rows, ``(R,)`` int64.
+        weight: Weights of the edges, ``(E,)``; ``None`` if the graph has none.
+        source_degree: In-degrees of the edges' sources as the layer counts them, ``(E,)``; by default sources have the
+            in-edges that are here.
+        ends: Number of leading rows that can be computed after 1, 2, ... hops; by default all, after any.
+        key: Chooses random numbers, alike on all ranks.
+        scores: Scores of nodes, summed over ranks, as :attr:`Cut.scores` returns them.
+    """
+
+    csr: CSR
+    row_id: Tensor
+    weight: Tensor | None = None
+    source_degree: Tensor | None = None
+    ends: tuple[int, ...] = ()
+    key: int = 0
+    scores: Tensor | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows, R."""
+        return self.csr.num_rows
+
+    def rows_after(self, num_hops: int) -> int:
+        """Return the number of leading rows that can be computed in some hops, R after one."""
+        return self.ends[num_hops - 1] if self.ends else self.num_rows
+
+    def compact(self) -> tuple[InEdges, Tensor]:
+        """Number the nodes that edges and rows name in ascending order of their ids, alike on all ranks.
+
+        Returns:
+            The edges with these numbers in place of global ids, and the ids, ``(U,)`` int64.
+        """
+        index = self.csr.index
+        ids, place = torch.cat([index.long(), self.row_id]).unique(return_inverse=True)
+        local, row_id = place.split([index.numel(), self.num_rows])
+        return replace(self, csr=CSR(self.csr.indptr, local.to(torch.int32), ids.numel()), row_id=row_id), ids
+
+
+Parameters = Mapping[str, Tensor]
+Term = Callable[[Any, Parameters, InEdges, Tensor, slice], Tensor]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The way in which a layer is cut by columns.
+
+    Functions of ranks get the layer, its parameters by name, edges, this rank's columns of the nodes ``(N, c)``, and
+    the slice of all columns that these are.
+
+    Attributes:
+        weights: Names of the weights whose second dimension is that of the features.
+        others: Names of further parameters and buffers that the functions of ranks use.
+        term: A rank's term of the sum over ranks, ``(D, H)``.
+        rest: Called with the layer and the sum; returns the layer's output.
+        width: Called with the layer; returns H.
+        scores: A rank's term of the scores that a layer needs before its messages, ``(U + R, heads)``: of all nodes,
+            then of the rows. Their sum over ranks comes back as ``edges.scores``. ``None`` if the layer needs none.
+        arranged: Called with the layer and edges; returns the edges that :attr:`term` and :attr:`scores` get, and the
+            ids of the nodes whose columns they get. ``None`` if these are the columns of all nodes.
+        degrees: Called with the layer, edges and a type; returns the in-degrees of the rows as the layer counts them,
+            ``(R,)``. ``None`` if the layer does not use the degrees of its sources.
+        late_hops: For a layer of several hops, which come before its weights: called with what the backend keeps, the
+            layer, its ``forward``, the products of its rows with the weights ``(n, sum of H)``, and its other
+            arguments; returns its output. ``None`` for a layer of one hop.
+    """
+
+    weights: tuple[str, ...]
+    others: tuple[str, ...]
+    term: Term
+    rest: Callable[[Any, Tensor], Tensor]
+    width: Callable[[Any], int]
+    scores: Term | None = None
+    arranged: Callable[[Any, InEdges], tuple[InEdges, Tensor]] | None = None
+    degrees: Callable[[Any, InEdges, torch.dtype], Tensor] | None = None
+    late_hops: Callable[..., Tensor] | None = None
+
+    def parameters(self, layer: nn.Module) -> dict[str, Tensor]:
+        """Return the parameters that the part before the rest uses, by name."""
+        return {name: layer.get_parameter(name) for name in self.weights} | {
+            name: cast(Tensor, getattr(layer, name)) for name in self.others
+        }
+
+    def prepared(self, layer: nn.Module, edges: InEdges, columns: Tensor, dtype: torch.dtype) -> tuple[InEdges, Tensor]:
+        """Return the edges and columns, in a type, that the functions of ranks get.
+
+        Of columns in another type, as float16 on disk, only those that the edges read are converted.
+        """
+        if edges.weight is not None:
+            edges = replace(edges, weight=edges.weight.to(dtype))
+        if self.arranged is not None:
+            edges, ids = self.arranged(layer, edges)
+        elif columns.dtype == dtype:
+            return edges, columns
+        else:
+            edges, ids = edges.compact()
+        return edges, columns[ids].to(dtype)
+
+
+def products_of(cut: Cut) -> Cut:
+    """Return a cut that multiplies rows by the weights, ``(R, sum of H)``, and makes no hop."""
+
+    def term(layer: Any, parameters: Parameters, edges: InEdges, columns: Tensor, mine: slice) -> Tensor:
+        weight = torch.cat([parameters[name][:, mine] for name in cut.weights])
+        return functional.linear(columns[edges.row_id], weight)
+
+    def width(layer: Any) -> int:
+        return sum(layer.get_parameter(name).size(0) for name in cut.weights)
+
+    return Cut(cut.weights, (), term, lambda _, total: total, width)
+
+
+def summed(cut: Cut, layer: nn.Module, edges: InEdges, x: Tensor, slices: Sequence[slice]) -> Tensor:
+    """Return what ranks that hold slices of the columns of ``x`` find together, ``(D, H)``, on one process."""
+    parameters = cut.parameters(layer)
+    by_rank = [(*cut.prepared(layer, edges, x[:, mine].contiguous(), x.dtype), mine) for mine in slices]
+    if cut.scores is not None:
+        scores = torch.stack([cut.scores(layer, parameters, *one) for one in by_rank]).sum(0)
+        by_rank = [(replace(held, scores=scores), columns, mine) for held, columns, mine in by_rank]
+    return torch.stack([cut.term(layer, parameters, *one) for one in by_rank]).sum(0)
+
+
+def plus(out: Tensor, *biases: Tensor | None) -> Tensor:
+    """Add the biases that there are."""
+    for bias in biases:
+        out = out if bias is None else out + bias
+    return out
