@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
+from pygdist.backends.sampling.sharded import ShardedWeights
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Shard
@@ -241,6 +242,11 @@ class Backend(ABC):
 
     def drain(self) -> None:  # noqa: B027
         """Called on all ranks after the last step of an epoch: drop what is on its way, if the epoch was cut."""
+
+    @property
+    def sharded_weights(self) -> ShardedWeights | None:
+        """Weights that each rank trains in part, without DDP; ``None`` if there are none."""
+        return None
 
     def sit_out(self, sample: Any) -> Tensor | None:
         """Called in place of the forward pass on a rank whose batch is empty.

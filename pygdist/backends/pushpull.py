@@ -13,7 +13,7 @@ import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from pygdist.backends.sampling.backend import SampledBackend
 from pygdist.backends.sampling.blocks import Drawn, Pusher, block_of
 from pygdist.backends.sampling.copies import group_sizes, held_columns, slices_of
 from pygdist.backends.sampling.pipeline import LAG, LaggedSteps, Pipeline, of_layer
+from pygdist.backends.sampling.sharded import ShardedWeights
 from pygdist.backends.sampling.small import small_neighbourhood
 from pygdist.backends.sampling.totals import FirstLayer
 from pygdist.backends.sampling.whole import whole_first_layer, whole_products
@@ -49,6 +50,8 @@ from pygdist.sampler.steps import Fields, Steps
 from pygdist.sampler.topology import Topology
 
 log = logging.getLogger(__name__)
+
+FirstWeights = Literal["gathered", "sharded"]
 
 _INSTEAD = "use backend pull"
 _ELSEWHERE = "reads the features elsewhere than in its first layer, but no rank has all of a node's"
@@ -73,6 +76,10 @@ class PushPullBackend(SampledBackend):
             allows, ``topology_parts`` first.
         feature_parts: Ranks that hold all columns of the features between them; with 1 no batch leaves its rank.
         topology_parts: Ranks that hold all in-edges between them; with 1 each rank samples alone, and pushes no edges.
+        first_weights: With ``gathered`` DDP sums the gradients of the first layer's weights, of which each rank has its
+            columns: optimisers, clipping and callbacks see the plain model. With ``sharded``, as in the paper, each
+            rank trains its columns alone; the model is put together where it is evaluated or saved. Only optimisers
+            that treat each number by itself fit that, and all ranks must be one group for features.
 
     Raises:
         InputError: If a number is out of range.
@@ -99,6 +106,7 @@ class PushPullBackend(SampledBackend):
         cache_gib: float = 0.0,
         feature_parts: int | None = None,
         topology_parts: int | None = None,
+        first_weights: FirstWeights = "gathered",
     ) -> None:
         super().__init__()
         if pipeline not in (1, 3):
@@ -108,7 +116,9 @@ class PushPullBackend(SampledBackend):
         for name, parts in (("feature_parts", feature_parts), ("topology_parts", topology_parts)):
             if parts is not None and parts < 1:
                 raise InputError(f"{name} is {parts}, expected 1 or more")
-        self.pipeline, self.cache_gib = pipeline, cache_gib
+        if first_weights not in get_args(FirstWeights):
+            raise InputError(f"first_weights is '{first_weights}', expected one of {', '.join(get_args(FirstWeights))}")
+        self.pipeline, self.cache_gib, self.first_weights = pipeline, cache_gib, first_weights
         self.feature_parts, self.topology_parts = feature_parts, topology_parts
         if pipeline == 3:
             self.abilities = replace(
@@ -122,21 +132,28 @@ class PushPullBackend(SampledBackend):
         if self._facts is None:
             self.look_at(model, batches)
         edge_bytes = sum(one[:1].nbytes for one in edge_inputs(model, shard).values())
-        sizes = group_sizes(
-            shard, self.communicator.world_size, self.feature_parts, self.topology_parts, self.cache_gib, edge_bytes
-        )
+        num_ranks, feature_parts = self.communicator.world_size, self.feature_parts
+        if self.first_weights == "sharded" and feature_parts not in (None, num_ranks):
+            raise InputError(
+                f"feature_parts is {feature_parts}, but with first_weights='sharded' no two of {num_ranks} ranks may "
+                "hold the same columns; leave it out, or use first_weights='gathered'"
+            )
+        feature_parts = num_ranks if self.first_weights == "sharded" else feature_parts
+        sizes = group_sizes(shard, num_ranks, feature_parts, self.topology_parts, self.cache_gib, edge_bytes)
         log.info("groups of %d ranks hold all columns, groups of %d all in-edges", sizes.features, sizes.topology)
         aside, topology = self.beside(shard, model, sizes.topology)
         group, layer_group = aside, self.communicator
-        if sizes.features < self.communicator.world_size:
+        if sizes.features < num_ranks:
             group = self.communicator.split(sizes.features, quiet=True)
-        if sizes.features < self.communicator.world_size or self.pipeline > 1:
+        if sizes.features < num_ranks or self.pipeline > 1:
             layer_group = self.communicator.split(sizes.features)
         fields = _Pushed(topology, shard, aside, group, batches, seed)
         steps = batches.across_ranks(shard, fields, self.communicator, seed=seed)
         assert self._cut_layer is not None, "look_at() finds it"
         columns = held_columns(shard, sizes.features, self.communicator)
-        self._first = FirstLayer(*self._cut_layer, columns, slices_of(shard.x.size(1), sizes.features), layer_group)
+        slices = slices_of(shard.x.size(1), sizes.features)
+        sharded = self.first_weights == "sharded"
+        self._first = FirstLayer(*self._cut_layer, columns, slices, layer_group, sharded=sharded)
         if self.pipeline == 1:
             return steps
         self._flights = Pipeline(self._first)
@@ -146,6 +163,16 @@ class PushPullBackend(SampledBackend):
     def begin_step(self, sample: Data) -> None:
         if self._flights is not None:
             self._flights.begin_step(sample.get("ahead"), weighted=self._weighted)
+
+    @property
+    @override
+    def sharded_weights(self) -> ShardedWeights | None:
+        if self.first_weights == "gathered" or self._cut_layer is None or self.communicator.world_size == 1:
+            return None
+        layer, cut = self._cut_layer
+        slices = slices_of(self.shard.x.size(1), self.communicator.world_size)
+        weights = [layer.get_parameter(name) for name in cut.weights]
+        return ShardedWeights([one for one in weights if one.requires_grad], slices, self.communicator)
 
     @override
     def sit_out(self, sample: Data) -> Tensor | None:

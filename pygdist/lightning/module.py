@@ -25,9 +25,11 @@ from pygdist.lightning import backend_states
 from pygdist.lightning.checks import (
     LARGEST_RATE,
     check_accumulation,
+    check_elementwise,
     check_lag,
     check_model,
     check_precision,
+    check_sharded,
     check_sizes,
     check_strategy,
 )
@@ -104,6 +106,28 @@ class GraphModule(pl.LightningModule):
         savings = self.savings if lasts else replace(self.savings, first_hop=False, first_hop_mib=None)
         distribute(self.model, backend=self.backend, savings=savings, check=self.check)
         self.backend.look_at(self.model, data.batches)
+        self._leave_to_backend()
+
+    def _leave_to_backend(self) -> None:
+        """Let DDP ignore the weights that each rank trains in part."""
+        weights = self.backend.sharded_weights
+        ids = set() if weights is None else set(map(id, weights.parameters))
+        if weights is not None:
+            check_sharded(self.trainer, self, weights)
+        # DDP reads this name, on the module that it wraps
+        self._ddp_params_and_buffers_to_ignore = [name for name, one in self.named_parameters() if id(one) in ids]
+
+    def _gather_weights(self) -> None:
+        """Bring the weights that each rank trains in part; all ranks make the call."""
+        weights = self.backend.sharded_weights if self._bound is not None else None
+        if weights is None or self.trainer.state.fn != TrainerFn.FITTING:
+            return
+        if not getattr(self.trainer.strategy, "is_open", True):
+            raise InputError(
+                "the run has ended or failed, so the ranks cannot bring the columns of their first weights together "
+                "(first_weights='sharded'); resume from a checkpoint that was saved before"
+            )
+        weights.gather(self.trainer.optimizers)
 
     def _take_off(self) -> None:
         """Put the model back as it was before :meth:`setup`."""
@@ -158,6 +182,7 @@ class GraphModule(pl.LightningModule):
 
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._gather_weights()  # in place: the checkpoint holds the same tensors
         if not self.backend.abilities.stateful or "optimizer_states" not in checkpoint:  # weights alone
             return
         if self._bound is None or not getattr(self.trainer.strategy, "is_open", True):
@@ -203,6 +228,7 @@ class GraphModule(pl.LightningModule):
     def _begin_evaluation(self) -> None:
         if self.trainer.state.fn == TrainerFn.FITTING:
             self.backend.drain()
+            self._gather_weights()
         if not self.exact_evaluation or self.backend.abilities.evaluates:
             return
         data = self._datamodule()
@@ -245,6 +271,9 @@ class GraphModule(pl.LightningModule):
     @override
     def on_train_start(self) -> None:
         self.communicator.epoch = self.current_epoch  # a run that resumes within an epoch does not start one
+        if (weights := self.backend.sharded_weights) is not None:
+            check_elementwise(self.trainer.optimizers)
+            weights.share()
 
     @override
     def on_train_epoch_start(self) -> None:
@@ -255,6 +284,7 @@ class GraphModule(pl.LightningModule):
     @override
     def on_train_epoch_end(self) -> None:
         self.backend.drain()
+        self._gather_weights()
         self._refuse_nan("train")
 
     @override
@@ -286,6 +316,22 @@ class GraphModule(pl.LightningModule):
     @override
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
+
+    @override
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        weights, most = self.backend.sharded_weights, gradient_clip_val or 0
+        if weights is None or most <= 0 or gradient_clip_algorithm == "value":
+            super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            return
+        sharded = set(map(id, weights.parameters))
+        parameters = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+        norm = weights.norm_with(one for one in parameters if id(one) not in sharded)
+        torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
 
     def in_step(self, batch: Shard | PartBatch, loss: Callable[[], Tensor]) -> Tensor:
         """Return the loss of a training step, with what the backend does before and after it."""

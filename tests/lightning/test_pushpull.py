@@ -9,7 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
@@ -228,6 +228,122 @@ def test_cached_copies_change_nothing(name: str, pipeline: int, pool: RankPool, 
             if options.get("topology_parts") == 1 or "cache_gib" in options:
                 assert not {label for label in labels if label.startswith("sampling")}
                 assert "push, weights" not in labels
+
+
+def _sharded(
+    rank: int, world_size: int, folder: str, name: str, width: int, backend: dict[str, Any], options: dict[str, Any]
+) -> Any:
+    arguments = {"first_weights": "sharded", **backend}
+    data = narrow(width, one_sided="one_sided" in options)
+    options = {key: value for key, value in options.items() if key != "one_sided"}
+    partitioner = "chunk" if "one_sided" in options else "hash"
+    return on_ranks(rank, world_size, folder, name, data, partitioner, PushPullBackend(**arguments), **options)
+
+
+@pytest.mark.parametrize("name", ["GCN", "GraphSAGE", "eps", "GAT", "ptags"])
+@pytest.mark.parametrize(("world_size", "width"), [(1, 12), (2, 7), (3, 2), (4, 12)])
+def test_exact_where_each_rank_trains_its_columns(
+    name: str, world_size: int, width: int, pool: RankPool, tmp_path: Path
+) -> None:
+    data = narrow(width)
+    results = pool.run(_sharded, world_size, str(tmp_path), name, width, {}, {})
+    expected, losses = on_one_process(lambda: model(name, width), data, [owned for _, _, owned, _ in results])
+    for found, history, *_ in results:
+        assert_close(found, expected)
+        assert [epoch["train_loss"] for epoch in history] == pytest.approx(losses, rel=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [
+        ({}, {"gradient_clip_val": 0.05}),
+        ({}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+        ({"pipeline": 3}, {"gradient_clip_val": 0.05}),
+        ({"topology_parts": 1}, {"one_sided": True}),
+    ],
+    ids=["norm", "value", "pipeline", "one-sided"],
+)
+def test_columns_that_a_rank_trains_are_as_if_gathered(
+    backend: dict[str, Any], options: dict[str, Any], pool: RankPool, tmp_path: Path
+) -> None:
+    """With clipping, whose norm is over all ranks, and a pipeline; no gradient of the weights is in DDP."""
+    ways = {}
+    for way in ("gathered", "sharded"):
+        arguments = {**backend, "first_weights": way}
+        ways[way] = pool.run(_sharded, 3, str(tmp_path), "GraphSAGE", 7, arguments, options)
+    for (found, history, *_), (expected, other, *_) in zip(ways["sharded"], ways["gathered"], strict=True):
+        assert_close(found, expected)
+        assert [one["train_loss"] for one in history] == pytest.approx([one["train_loss"] for one in other], rel=1e-10)
+
+
+class _Lbfgs(NodeClassifier):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.LBFGS(self.parameters())
+
+
+def _refused_sharded(rank: int, world_size: int, folder: str, name: str) -> str:
+    torch.manual_seed(0)
+    data = GraphDataModule(narrow(7), batches=NeighborBatches(FAN_OUT, batch_size=13), cache_dir=Path(folder) / "cache")
+    backend = PushPullBackend(first_weights="sharded", feature_parts=1 if name == "groups" else None)
+    net = nn.Sequential("x, edge_index", [(nn.SGConv(7, 4, K=2, bias=False), "x, edge_index -> x")])
+    module = (_Lbfgs if name == "optimizer" else NodeClassifier)(
+        net if name == "alone" else model("GCN", 7), backend=backend
+    )
+    callbacks: list[pl.Callback] = [EMAWeightAveraging()] if name == "average" else []
+    trainer = runs.trainer(rank, world_size, folder, max_epochs=1, callbacks=callbacks)
+    with pytest.raises(InputError) as refused:
+        trainer.fit(module, datamodule=data)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("optimizer", "optimizer LBFGS is not known to treat each number by itself"),
+        ("average", "EMAWeightAveraging would average columns"),
+        ("alone", "trains nothing but the weights of its first layer"),
+        ("groups", "no two of 2 ranks may hold the same columns"),
+    ],
+)
+def test_what_does_not_go_with_sharded_weights_is_refused(name: str, says: str, pool: RankPool, tmp_path: Path) -> None:
+    for text in pool.run(_refused_sharded, 2, str(tmp_path), name):
+        assert says in text
+
+
+def _resumed(rank: int, world_size: int, folder: str, ckpt: str | None, way: dict[str, Any] | str) -> Any:
+    net = model("GraphSAGE", 7)
+    data = GraphDataModule(
+        narrow(7), partitioner="hash", batches=NeighborBatches(FAN_OUT, batch_size=13), batch_seed=SEED,
+        cache_dir=Path(folder) / "cache",
+    )  # fmt: skip
+    saves = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, every_n_epochs=1)
+    trainer = runs.trainer(rank, world_size, folder, max_epochs=3, callbacks=[saves], enable_checkpointing=True)
+    backend = way if isinstance(way, str) else PushPullBackend(**way)
+    trainer.fit(NodeClassifier(net, backend=backend), datamodule=data, ckpt_path=ckpt)
+    return {key: value.clone() for key, value in net.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    "way", [{}, {"first_weights": "sharded"}, {"pipeline": 3}], ids=["gathered", "sharded", "pipe"]
+)
+def test_checkpoint_goes_on_bit_for_bit(way: dict[str, Any], pool: RankPool, tmp_path: Path) -> None:
+    """From the end of the first epoch."""
+    whole = pool.run(_resumed, 2, str(tmp_path / "a"), None, way)
+    again = pool.run(_resumed, 2, str(tmp_path / "b"), str(tmp_path / "a" / "epoch=0.ckpt"), way)
+    for found, expected in zip(again, whole, strict=True):
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_checkpoint_goes_on_with_other_ranks(pool: RankPool, tmp_path: Path) -> None:
+    """Saved by 2 ranks, it goes on with 3 as ``pull`` does, which is one process on the same batches."""
+    pool.run(_resumed, 2, str(tmp_path / "two"), None, {"first_weights": "sharded"})
+    ways: tuple[dict[str, Any] | str, ...] = ("pull", {}, {"first_weights": "sharded"})
+    ckpt = str(tmp_path / "two" / "epoch=0.ckpt")
+    expected, *others = [
+        pool.run(_resumed, 3, str(tmp_path / str(number)), ckpt, way)[0] for number, way in enumerate(ways)
+    ]
+    for one in others:
+        assert_close(one, expected)
 
 
 def _refused_sizes(rank: int, world_size: int, folder: str) -> str:

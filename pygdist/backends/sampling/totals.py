@@ -36,21 +36,38 @@ class FirstLayer:
         columns: This rank's columns of all nodes, ``(N, c)``.
         slices: For each rank, its slice of all columns.
         communicator: The ranks.
+        sharded: Each rank trains its columns of the weights by itself; else DDP takes the mean over ranks of gradients
+            that are zero in the columns of others.
 
     Attributes:
         has_columns: For each rank, True if it holds any column.
     """
 
     def __init__(
-        self, layer: nn.Module, cut: Cut, columns: Tensor, slices: Sequence[slice], communicator: Communicator
+        self,
+        layer: nn.Module,
+        cut: Cut,
+        columns: Tensor,
+        slices: Sequence[slice],
+        communicator: Communicator,
+        *,
+        sharded: bool = False,
     ) -> None:
         self.layer, self.cut, self._columns, self.communicator = layer, cut, columns, communicator
+        self._mean_over = communicator.world_size if sharded else 1
         self.mine, self.has_columns = slices[communicator.rank], [one.start < one.stop for one in slices]
 
     def prepared(self, blocks: Sequence[InEdges], parameters: Mapping[str, Tensor]) -> list[tuple[InEdges, Tensor]]:
         """Return, for each batch, its edges and this rank's columns as the cut layer's functions get them."""
         dtype = parameters[self.cut.weights[0]].dtype
         return [self.cut.prepared(self.layer, block, self._columns, dtype) for block in blocks]
+
+    def means(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Divide the weights' gradients by the number of ranks, where DDP does not."""
+        return [
+            one / self._mean_over if one is not None and number < len(self.cut.weights) else one
+            for number, one in enumerate(gradients)
+        ]
 
     def swap(self, outgoing: Sequence[Tensor], incoming: list[Tensor], label: str) -> Transfer:
         """Begin to send each rank a tensor, and to receive one of each."""
@@ -201,10 +218,12 @@ class Flight:
                 for one, other in zip(by_leaf, through, strict=True)
             ]
         self._terms, self._parts, self._scores = [], [], []
-        return [
-            torch.zeros_like(leaf) if grad is None and leaf.requires_grad else grad
-            for leaf, grad in zip(leaves, by_leaf, strict=True)
-        ]
+        return self._first.means(
+            [
+                torch.zeros_like(leaf) if grad is None and leaf.requires_grad else grad
+                for leaf, grad in zip(leaves, by_leaf, strict=True)
+            ]
+        )
 
     def drop(self) -> None:
         """Wait for what is on its way, and use nothing of it."""
