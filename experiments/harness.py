@@ -44,7 +44,11 @@ __all__ = ["Setting", "measure", "settings_of"]
 WARM_UP = 2  # epochs that do not count: they compute degrees, transposes and kept results, and allocate memory
 TRACED = 3  # epochs recorded for the timeline, after those that count
 _OF_TIMELINE = {"aggregate_s": ("aggregate",), "pack_s": ("pack", "unpack")}  # figures, and the spans they sum
-RANK_FIGURES = ("epoch_s", "compute_s", "exchange_s", "sent_bytes", "sent_messages", "peak_gib", "kept_mib")
+STAGES = ("sampling_s", "fetching_s", "batch_wait_s")  # of mini-batches that are sampled across ranks
+RANK_FIGURES = (
+    "epoch_s", "compute_s", "exchange_s", "sent_bytes", "sent_messages", "peak_gib", "kept_mib", "sampling_bytes",
+    *STAGES,
+)  # fmt: skip
 _GIB = 2**30
 _KILLED = (-9, 137)
 _SAYS_WHY = re.compile(r"error|what\(\):|terminate called|(free|malloc|realloc)\(\)|corrupt", re.IGNORECASE)
@@ -451,7 +455,7 @@ def write_tables(
             "setting": run["setting"],
             "seed": run["seed"],
             **{key: int(epoch[key]) for key in ("epoch", "rank")},
-            **{figure: epoch[figure] for figure in RANK_FIGURES},
+            **{figure: epoch.get(figure) for figure in RANK_FIGURES},
         }
         for run in runs
         for epoch in run["epochs"]
@@ -501,9 +505,11 @@ def row_of(
         row[f"{figure}_{which}"] = _of(statistics.median, usual)
     for best, which in ((max, "max"), (min, "min")):
         row[f"part_edges_{which}"] = best(last["part_edges"]) if last.get("part_edges") else None
-    for figure in ("sent_bytes", "sent_messages"):
-        totals = [sum(rank[figure] for rank in ranks) for ranks in counted]
+    for figure in ("sent_bytes", "sent_messages", "sampling_bytes"):
+        totals = [sum(rank.get(figure, 0) for rank in ranks) for ranks in counted]
         row[figure] = _of(statistics.median, totals)
+    for figure in STAGES:
+        row[f"{figure}_max"] = _of(statistics.median, [max(rank.get(figure, 0) for rank in ranks) for ranks in counted])
     peaks = [[max(mine) for mine in zip(*_columns(run, "peak_gib"), strict=True)] for run in good]
     row |= {
         "gradient_bytes": _of(statistics.median, [run["gradient_bytes"] * setting.ranks for run in good]),

@@ -28,6 +28,7 @@ class Traffic:
         calls: Collective calls, counted once per rank whatever the number of messages.
         exchange_s: Seconds blocked in collective calls.
         bytes_by_label: ``sent_bytes`` by the label of the exchange.
+        stage_s: Seconds of the stages of mini-batches, by name (:meth:`TrafficMeter.stage`).
         summed_bytes: The share of ``sent_bytes`` that sums over all ranks sent, by label.
     """
 
@@ -38,6 +39,11 @@ class Traffic:
     exchange_s: float = 0.0
     bytes_by_label: Counter[str] = field(default_factory=Counter)
     summed_bytes: Counter[str] = field(default_factory=Counter)
+    stage_s: dict[str, float] = field(default_factory=dict)
+
+    def bytes_of(self, prefix: str) -> int:
+        """Return the bytes that exchanges sent whose labels begin so."""
+        return sum(count for label, count in self.bytes_by_label.items() if label.startswith(prefix))
 
 
 @dataclass
@@ -90,6 +96,16 @@ class TrafficMeter:
             yield
         finally:
             self.total.exchange_s += time.perf_counter() - begin
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Count the time inside the block as that of a stage, which a thread may be in while the main thread trains."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.total.stage_s[name] = self.total.stage_s.get(name, 0.0) + time.perf_counter() - begin
 
     def read(self) -> Traffic:
         """Return the counters since the last reset; on CUDA, synchronise the device first."""

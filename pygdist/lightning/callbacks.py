@@ -27,7 +27,11 @@ from pygdist.memory.machine import peak_rss_bytes
 from pygdist.memory.mapped import new_array
 from pygdist.memory.scratch import replacing
 
-_RANK_COLUMNS = ("epoch_s", "compute_s", "exchange_s", "sent_bytes", "sent_messages", "peak_gib", "kept_mib")
+_STAGES = {"sampling_s": SAMPLING, "fetching_s": FETCHING, "batch_wait_s": NEXT_BATCH}
+_RANK_COLUMNS = (
+    "epoch_s", "compute_s", "exchange_s", "sent_bytes", "sent_messages", "peak_gib", "kept_mib", "sampling_bytes",
+    *_STAGES,
+)  # fmt: skip
 
 
 class ExchangeMonitor(pl.Callback):
@@ -112,7 +116,9 @@ class ExchangeMonitor(pl.Callback):
         traffic = communicator.meter.read()
         times = seconds, seconds - traffic.exchange_s, traffic.exchange_s
         memory = _peak_gib(pl_module.device), pl_module.backend.kept_bytes / 2**20
-        figures_here = (*times, traffic.sent_bytes, traffic.sent_messages, *memory)  # as _RANK_COLUMNS
+        stages = (traffic.stage_s.get(name, 0.0) for name in _STAGES.values())
+        sent = traffic.sent_bytes, traffic.sent_messages
+        figures_here = (*times, *sent, *memory, traffic.bytes_of("sampling"), *stages)  # as _RANK_COLUMNS
         table = communicator.gather([float(value) for value in figures_here])
         if self.ranks is not None and trainer.is_global_zero:
             with self.ranks.open("a", newline="") as file:
@@ -126,6 +132,8 @@ class ExchangeMonitor(pl.Callback):
             figures |= {f"{name}_max": high[name], f"{name}_total": total[name]}
         for name in ("compute_s", "exchange_s", "sent_bytes", "sent_messages"):
             figures |= {f"{name}_min": low[name], f"{name}_max": high[name]}
+        if high["batch_wait_s"]:
+            figures |= {"sampling_bytes_total": total["sampling_bytes"], **{f"{one}_max": high[one] for one in _STAGES}}
         if getattr(trainer.strategy, "sends_gradients", True):
             figures["gradient_bytes"] = _gradient_bytes(pl_module, communicator.world_size)
         planned = {name: getattr(pl_module.backend, name) for name in ("expected_epoch_s", "planning_s")}

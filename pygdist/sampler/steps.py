@@ -24,6 +24,8 @@ from pygdist.sampler.owners import RemoteRows
 from pygdist.sampler.topology import Topology
 
 _CPU = torch.device("cpu")
+SAMPLING, FETCHING, NEXT_BATCH = "sampling", "fetching", "next batch"
+"""Stages of mini-batches: two of the thread that makes them, and the training thread's wait for it."""
 _TOGETHER = 4  # steps
 _END_S = 5.0  # a thread that takes longer waits for a rank that does not answer
 
@@ -91,12 +93,15 @@ class Steps(ABC):
         if step not in self._made:
             together = range(step, min(step + _TOGETHER, len(self)))
             chosen = [self.seeds_of(epoch, one) for one in together]
-            sampled = self._sampler.sample_all([seeds for seeds, _ in chosen], epoch=epoch)
+            with self._communicator.meter.stage(SAMPLING):
+                sampled = self._sampler.sample_all([seeds for seeds, _ in chosen], epoch=epoch)
             batches = [as_data(one).update(fields) for one, (_, fields) in zip(sampled, chosen, strict=True)]
-            self._fields.add_structure(batches, sampled, epoch)
+            with self._communicator.meter.stage(FETCHING):
+                self._fields.add_structure(batches, sampled, epoch)
             self._made = dict(zip(together, zip(batches, sampled, strict=True), strict=True))
         batch, structure = self._made.pop(step)
-        self._fields.add_rows(batch, structure)
+        with self._communicator.meter.stage(FETCHING):
+            self._fields.add_rows(batch, structure)
         return batch
 
     def epoch(self, number: int, first: int = 0) -> Iterator[Data]:
@@ -113,7 +118,8 @@ class Steps(ABC):
         try:
             for _ in range(first, len(self)):
                 self._communicator.begin_wait("next batch")
-                with self._communicator.meter.waiting(_CPU):
+                meter = self._communicator.meter
+                with meter.waiting(_CPU), meter.stage(NEXT_BATCH):
                     batch = ahead.take()
                 self._communicator.done()
                 yield batch
