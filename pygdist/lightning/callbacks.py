@@ -26,6 +26,7 @@ from pygdist.memory.limits import told
 from pygdist.memory.machine import peak_rss_bytes
 from pygdist.memory.mapped import new_array
 from pygdist.memory.scratch import replacing
+from pygdist.sampler.steps import FETCHING, NEXT_BATCH, SAMPLING
 
 _STAGES = {"sampling_s": SAMPLING, "fetching_s": FETCHING, "batch_wait_s": NEXT_BATCH}
 _RANK_COLUMNS = (
@@ -56,6 +57,11 @@ class ExchangeMonitor(pl.Callback):
     ``peak_gib_{max,total}``       peak resident memory of a process so far, in GiB; on CUDA of the device's tensors
     ``expected_epoch_s``           the ``epoch_s`` that a backend that plans (``hybrid``) expected
     ``planning_s``                 seconds of planning on rank 0; part of the first ``epoch_s``
+    ``sampling_bytes_total``       of ``sent_bytes_total``, those for sampling across ranks (like the three below, where
+                                   mini-batches are sampled so)
+    ``sampling_s_max``             seconds in which a rank's thread samples, while the main thread trains
+    ``fetching_s_max``             likewise, in which it fetches rows, or pushes the structure of batches
+    ``batch_wait_s_max``           of ``exchange_s_max``, seconds in which training waits for the next batch
     =============================  ==================================================================
 
     DDP's gradient all-reduce counts as compute, as it overlaps with the backward pass; so does waiting in it for a
