@@ -6,13 +6,18 @@ import inspect
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from pygdist.comm.communicator import Communicator
+from pygdist.comm.meter import TrafficMeter
 
 # torch renamed the option
 _OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"
 
+_MOST_AT_ONCE = 1 << 23  # bytes that a rank sends
 #: Buffers are equal on all ranks (norms take global statistics), so broadcasting them would only cost time.
 DDP_OPTIONS: dict[str, Any] = {_SYNC_BUFFERS: False}
 
@@ -23,6 +28,36 @@ def ddp_loss_scale(num_labelled: float, world_size: int) -> float:
     ``num_labelled`` counts the labelled training nodes of the whole graph.
     """
     return world_size / num_labelled
+
+
+def sum_in_one_round(model: DistributedDataParallel, communicator: Communicator) -> None:
+    """Let all ranks send their gradients to all others at once, if these are small; every rank makes the call.
+
+    gloo sums in a ring, of :math:`2 (N - 1)` rounds for N ranks, and each round waits in the links' queues behind the
+    large messages of exchanges that go on meanwhile: with 4 hosts, 150 ms a step. Sums are added in rank order.
+
+    Args:
+        model: The model.
+        communicator: The ranks, on a process group for these sums alone.
+    """
+    parameters = [one for name, one in model.module.named_parameters() if _is_reduced(model, name, one)]
+    communicator.meter = TrafficMeter()  # DDP's sums are counted nowhere else
+    num_bytes = sum(one.numel() * one.itemsize for one in parameters) * (communicator.world_size - 1)
+    if num_bytes <= _MOST_AT_ONCE:
+        model.register_comm_hook(communicator, _mean)
+
+
+def _mean(communicator: Communicator, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    mine = bucket.buffer()
+    arrived = [torch.empty_like(mine) for _ in range(communicator.world_size)]
+    communicator.send_and_receive([mine] * communicator.world_size, arrived, "gradients")
+    arrived[communicator.rank] = mine
+    total = arrived[0].clone()
+    for one in arrived[1:]:
+        total += one
+    mean: torch.futures.Future[Tensor] = torch.futures.Future()
+    mean.set_result(total / communicator.world_size)
+    return mean
 
 
 def settle_buckets(model: DistributedDataParallel) -> None:

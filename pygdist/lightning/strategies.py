@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from pygdist import signals
 from pygdist.comm import Communicator, Watchdog
-from pygdist.comm.ddp import DDP_OPTIONS, ddp_loss_scale, settle_buckets
+from pygdist.comm.ddp import DDP_OPTIONS, ddp_loss_scale, settle_buckets, sum_in_one_round
 from pygdist.comm.groups import break_groups
 from pygdist.comm.places import FINISHED, LOST_A_NEIGHBOUR, failure, is_of_connection
 from pygdist.comm.process import leave, watch
@@ -239,6 +239,9 @@ class GraphDDPStrategy(DDPStrategy):
         super().configure_ddp()
         if isinstance(self.model, DistributedDataParallel) and self._ddp_comm_hook is None:
             settle_buckets(self.model)
+            backend = getattr(self.lightning_module, "backend", None)
+            if backend is not None and backend.abilities.lag and not self.communicator.is_nccl:
+                sum_in_one_round(self.model, self.communicator.apart())
 
     @override
     def on_train_start(self) -> None:
