@@ -6,7 +6,6 @@ import inspect
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -44,11 +43,11 @@ def sum_in_one_round(model: DistributedDataParallel, communicator: Communicator)
     communicator.meter = TrafficMeter()  # DDP's sums are counted nowhere else
     num_bytes = sum(one.numel() * one.itemsize for one in parameters) * (communicator.world_size - 1)
     if num_bytes <= _MOST_AT_ONCE:
-        model.register_comm_hook(communicator, _mean)
+        # torch reads annotations, and knows no text
+        model.register_comm_hook(communicator, lambda ranks, bucket: _mean(ranks, bucket.buffer()))
 
 
-def _mean(communicator: Communicator, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    mine = bucket.buffer()
+def _mean(communicator: Communicator, mine: Tensor) -> torch.futures.Future[Tensor]:
     arrived = [torch.empty_like(mine) for _ in range(communicator.world_size)]
     communicator.send_and_receive([mine] * communicator.world_size, arrived, "gradients")
     arrived[communicator.rank] = mine
