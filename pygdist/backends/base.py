@@ -248,6 +248,11 @@ class Backend(ABC):
         """Weights that each rank trains in part, without DDP; ``None`` if there are none."""
         return None
 
+    @property
+    def runs_idle(self) -> bool:
+        """True if a rank whose batch is empty runs the model on it, as norms take their statistics over all ranks."""
+        return False
+
     def sit_out(self, sample: Any) -> Tensor | None:
         """Called in place of the forward pass on a rank whose batch is empty.
 

@@ -62,7 +62,7 @@ class PushPullBackend(SampledBackend):
 
     A step trains as one process would on the batches of all ranks. The model's first layer must be linear in its rows
     up to a weight (:mod:`pygdist.hops.cuts`), and get the graph's features as they are; dropout comes after it.
-    Norms over nodes are refused. The model is evaluated on the whole graph, exactly, in the same way.
+    Norms over nodes take the statistics of the rows that all ranks' batches compute. The model is evaluated on the whole graph, exactly, in the same way.
 
     Ranks form groups of ``topology_parts`` ranks that hold all in-edges between them, and of ``feature_parts`` ranks
     that hold all columns (P3, Sec. 3.4). By default all ranks are one group; in smaller ones each rank holds copies of
@@ -98,6 +98,7 @@ class PushPullBackend(SampledBackend):
     _facts: ModelFacts | None = None
     _trial: _StandIn | None = None  # while a model is tried
     _weighted = False  # the first layer gets the weights of edges
+    _has_norms = False  # the model has norms over nodes
 
     def __init__(
         self,
@@ -179,6 +180,11 @@ class PushPullBackend(SampledBackend):
         total = self._total(sample.get("blocks", ()))
         return None if total is None else total.sum() * 0
 
+    @property
+    @override
+    def runs_idle(self) -> bool:
+        return self._has_norms
+
     @override
     def end_step(self) -> Tensor | None:
         return None if self._flights is None else self._flights.late_term()
@@ -256,7 +262,7 @@ class PushPullBackend(SampledBackend):
                 f"backend 'pushpull': the features are {self._columns.dtype}, but a first layer multiplies them; "
                 "convert them with float_features=True (--data.float_features=true)"
             )
-        self.kept.uncompared = False  # it runs outside of a call here
+        self.kept.uncompared, self._has_norms = False, False  # it runs outside of a call here
         num_hops = len(getattr(batches, "fan_out", ())) or 2
         try:
             layer, self._facts = self._layer_and_hops(model, num_hops)
@@ -277,6 +283,34 @@ class PushPullBackend(SampledBackend):
                 "hops; backend 'pushpull' needs one for each hop"
             )
 
+    # -- norms over nodes ----------------------------------------------------------------------------------------------
+
+    @override
+    def owned_rows(self, x: Tensor) -> Tensor:
+        if self._trial is None:
+            return super().owned_rows(x)
+        self._has_norms = True
+        return x[: self._trial.num_seeds]  # which no pass leaves out
+
+    @property
+    @override
+    def num_nodes(self) -> int:
+        if self._trial is not None:
+            return self._trial.num_seeds
+        running = self._now
+        return running.num_nodes if isinstance(running, SampledPass) else self.num_rows
+
+    @override
+    def sum_over_ranks(self, x: Tensor) -> Tensor:
+        return x if self._trial is not None else self.communicator.sum_over_ranks(x, label="norm statistics")
+
+    @override
+    def _trimmed(self, adjacency: Adjacency, hops: SampledHops, facts: ModelFacts) -> SampledPass:
+        rows = hops.rows(adjacency, len(facts.widths))
+        return SampledPass(hops, rows, facts, self.communicator)
+
+    # -- the trial -----------------------------------------------------------------------------------------------------
+
     def _layer_and_hops(self, model: nn.Module, num_hops: int) -> tuple[MessagePassing, ModelFacts | None]:
         """Return the layer that gets the features, and the hops of the model; ``None`` if all rows are needed.
 
@@ -288,7 +322,7 @@ class PushPullBackend(SampledBackend):
             x = torch.full((1, 1), number, dtype=self.shard.x.dtype).as_strided(
                 (num_rows, self.shard.x.size(1)), (0, 0)
             )
-            trial = self._trial = _StandIn(x, inputs.get("edge_weight"))
+            trial = self._trial = _StandIn(x, inputs.get("edge_weight"), hops.num_seeds)
             of_edges: list[Kind] = ["edge"]
             call = Call(model, (x, adjacency), inputs, ["node", None, *of_edges * len(inputs)])
             for training in (True, False) if not outs else (False,):
@@ -307,7 +341,7 @@ class PushPullBackend(SampledBackend):
             raise _refused(model, _ELSEWHERE)
         layer = trial.layer
         assert layer is not None, "else the model was refused"
-        self._trial = _StandIn(x, inputs.get("edge_weight"))
+        self._trial = _StandIn(x, inputs.get("edge_weight"), hops.num_seeds)
         return layer, self._tried(call, adjacency, hops)
 
     @property
@@ -329,13 +363,14 @@ class _StandIn:
     Args:
         x: Rows that stand for the features.
         edge_weight: Weights that stand for the graph's.
+        num_seeds: Number of seeds.
 
     Attributes:
         layer: The layer that got the features.
     """
 
-    def __init__(self, x: Tensor, edge_weight: Tensor | None) -> None:
-        self._x, self.edge_weight = x, edge_weight
+    def __init__(self, x: Tensor, edge_weight: Tensor | None, num_seeds: int) -> None:
+        self._x, self.edge_weight, self.num_seeds = x, edge_weight, num_seeds
         self.layer: MessagePassing | None = None
         self._rows: list[Tensor] = []  # one for each call of the layer in a pass
 

@@ -21,6 +21,7 @@ from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Shard
 from pygdist.graph.store.structure import check_values
+from pygdist.hops.arguments import tensors_of
 from pygdist.lightning import backend_states
 from pygdist.lightning.checks import (
     LARGEST_RATE,
@@ -35,9 +36,9 @@ from pygdist.lightning.checks import (
 )
 from pygdist.lightning.datamodule import GraphDataModule
 from pygdist.lightning.evaluation import WholeGraphEvaluation
-from pygdist.lightning.parts import PartBatch
+from pygdist.lightning.parts import PartBatch, sampled_graph
 from pygdist.lightning.strategies import GraphDDPStrategy
-from pygdist.nn.inputs import fill_in_sizes
+from pygdist.nn.inputs import fill_in_sizes, outputs_of
 from pygdist.routing import distribute, undistribute
 from pygdist.routing.agreement import agree_on_model
 
@@ -353,7 +354,10 @@ class GraphModule(pl.LightningModule):
         """
         # it depends on every parameter, as DDP sends all gradients in each step
         terms = [parameter.sum() * 0 for parameter in self.parameters() if parameter.requires_grad]
-        if sample is not None and (term := self.backend.sit_out(sample)) is not None:
+        if sample is not None and self.backend.runs_idle and "edge_index" in sample:
+            outs = tensors_of(outputs_of(self.network, *sampled_graph(sample)))
+            terms += [one.sum() * 0 for one in outs if one.requires_grad]
+        elif sample is not None and (term := self.backend.sit_out(sample)) is not None:
             terms.append(term)
         return torch.stack(terms).sum()
 

@@ -650,7 +650,6 @@ REFUSED = {
     "ptags": (_NotLinear, "_Mixes computes something else than PTAGSConv"),
     "attention": (lambda: nn.GAT(12, 8, num_layers=2, out_channels=4, v2=True), "GATv2Conv is none of the layers"),
     "lstm": (lambda: nn.GraphSAGE(12, 8, num_layers=2, out_channels=4, aggr="lstm"), "aggregates by LSTMAggregation"),
-    "norm": (lambda: nn.GCN(12, 8, num_layers=2, out_channels=4, norm="batch_norm"), "looks at all nodes of a batch"),
     "hops": (lambda: nn.GCN(12, 8, num_layers=3, out_channels=4), "fan_out has 2 numbers, but GCN makes 3 hops"),
     "width": (lambda: nn.GCN(16, 8, num_layers=2, out_channels=4), "graph's 12 features per node, as GCNConv takes 16"),
     "breaks": (_Breaks, "_Breaks ends with RuntimeError: mat1 and mat2 shapes"),
@@ -674,6 +673,86 @@ def test_models_that_are_not_cut_are_refused_on_all_ranks(name: str, pool: RankP
     for text in pool.run(_refused, 2, str(tmp_path), name):
         assert REFUSED[name][1] in text
         assert "use backend pull" in text or name in NO_PULL
+
+
+# -- norms over nodes --------------------------------------------------------------------------------------------------
+
+
+class Normed(torch.nn.Module):
+    def __init__(self, norm: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.SAGEConv(7, 8), nn.SAGEConv(8, 4)
+        self.norm = torch.nn.BatchNorm1d(8) if norm == "batch" else nn.GraphNorm(8)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.second(self.norm(self.first(x, edge_index)).relu(), edge_index)
+        return out
+
+
+def _trained_with_norms(rank: int, world_size: int, folder: str, norm: str, one_sided: bool, options: Any) -> Any:
+    torch.manual_seed(7)
+    net = Normed(norm)
+    data = GraphDataModule(
+        narrow(7, one_sided=one_sided), partitioner="chunk" if one_sided else "hash",
+        batches=NeighborBatches(FAN_OUT, batch_size=13), batch_seed=SEED, cache_dir=Path(folder) / "cache",
+    )  # fmt: skip
+    trainer = runs.trainer(rank, world_size, folder, max_epochs=EPOCHS)
+    trainer.fit(NodeClassifier(net, backend=PushPullBackend(**options)), datamodule=data)
+    return {key: value.clone() for key, value in net.state_dict().items()}, data.shard.owned_id
+
+
+def _with_norms_on_one_process(norm: str, data: Data, owned: list[Tensor]) -> dict[str, Tensor]:
+    """The batches of all ranks at once; the norm sees the rows of hops 0 and 1, which the second layer reads."""
+    torch.manual_seed(7)
+    net = Normed(norm).double()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01, weight_decay=5e-4)
+    csr = CSR.from_coo(data.edge_index[1], data.edge_index[0], num_rows=160, num_cols=160)
+    seeds = [nodes[data.train_mask[nodes]] for nodes in owned]
+    steps = max(-(-one.numel() // 13) for one in seeds)
+    for epoch in range(EPOCHS):
+        for step in range(steps):
+            firsts, edges, sizes, labels = [], [], [], []
+            for nodes in seeds:
+                order = ShuffledOrder(nodes.numel(), SEED, shuffle=True).of(epoch)
+                chosen = nodes[order[step * nodes.numel() // steps : (step + 1) * nodes.numel() // steps]]
+                if not chosen.numel():
+                    continue
+                batch = _native.sample(csr, chosen, FAN_OUT, replace=False, seed=SEED, epoch=epoch)
+                edge_index = torch.stack([batch.source, batch.target])
+                num_rows = sum(batch.num_nodes[:2])
+                firsts.append(net.first(data.x[batch.node], edge_index)[:num_rows])
+                edges.append(edge_index[:, batch.target < chosen.numel()])
+                sizes.append((num_rows, chosen.numel()))
+                labels.append(data.y[chosen])
+            hidden = net.norm(torch.cat(firsts)).relu().split([rows for rows, _ in sizes])
+            outs = [
+                net.second(rows, edge_index)[:count]
+                for rows, edge_index, (_, count) in zip(hidden, edges, sizes, strict=True)
+            ]
+            optimizer.zero_grad()
+            cross_entropy(torch.cat(outs), torch.cat(labels)).backward()
+            optimizer.step()
+    return net.state_dict()
+
+
+@pytest.mark.parametrize("options", [{}, {"feature_parts": 1}, {"first_weights": "sharded"}], ids=["plain", "f", "own"])
+@pytest.mark.parametrize("one_sided", [False, True], ids=["even", "one-sided"])
+@pytest.mark.parametrize("norm", ["batch", "graph"])
+def test_norms_take_statistics_over_the_batches_of_all_ranks(
+    norm: str, one_sided: bool, options: dict[str, Any], pool: RankPool, tmp_path: Path
+) -> None:
+    """Running statistics too, where one rank has no training node."""
+    results = pool.run(_trained_with_norms, 3, str(tmp_path), norm, one_sided, options)
+    expected = _with_norms_on_one_process(norm, narrow(7, one_sided=one_sided), [owned for _, owned in results])
+    for found, _ in results:
+        assert_close(found, expected)
+
+
+@pytest.mark.parametrize("one_sided", [False, True], ids=["even", "one-sided"])
+def test_norms_in_a_pipeline_are_alike_on_all_ranks(one_sided: bool, pool: RankPool, tmp_path: Path) -> None:
+    results = pool.run(_trained_with_norms, 3, str(tmp_path), "batch", one_sided, {"pipeline": 3})
+    for found, _ in results:
+        assert_close(found, results[0][0])
 
 
 # -- the pipeline ------------------------------------------------------------------------------------------------------

@@ -76,14 +76,17 @@ class SampledPass(PartPass):
         hops: The neighbourhood.
         rows: The rows to compute.
         facts: The model.
+        ranks: Norms take their statistics over the rows of these ranks' batches that are computed; ``None`` if norms
+            look at all rows of this one, so that none may be left out.
 
     Raises:
         AllRowsNeededError: In a pass of a model that looks at all nodes at once.
     """
 
-    def __init__(self, hops: SampledHops, rows: Rows, facts: ModelFacts) -> None:
+    def __init__(self, hops: SampledHops, rows: Rows, facts: ModelFacts, ranks: Communicator | None = None) -> None:
         super().__init__(rows, facts, Communicator(), None, alone=True)
-        self._sampled = hops
+        self._sampled, self._ranks = hops, ranks
+        self._counts: dict[int, int] = {}  # by the number of hops before: rows of all ranks
         self._degrees: Tensor | None = None
 
     @property
@@ -109,8 +112,19 @@ class SampledPass(PartPass):
         raise AllRowsNeededError
 
     @override
-    def owned_rows(self, x: Tensor) -> NoReturn:
-        raise AllRowsNeededError
+    def owned_rows(self, x: Tensor) -> Tensor:
+        if self._ranks is None:
+            raise AllRowsNeededError
+        return x
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of rows that all ranks compute now; every rank asks."""
+        if self._ranks is None:
+            return self.num_rows
+        if self._hops not in self._counts:
+            self._counts[self._hops] = int(self._ranks.gather([float(self.num_rows)]).sum())
+        return self._counts[self._hops]
 
     def source_degrees(self, edge_weight: Tensor | None, loop_weight: float | None) -> Tensor:
         """In-degrees in the whole neighbourhood of the sources of the running hop.
