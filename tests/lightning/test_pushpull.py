@@ -28,6 +28,7 @@ from pygdist.testing import RankPool
 from tests.kernels.oracle import needs_library
 from tests.lightning import runs
 from tests.lightning.test_pull import EPOCHS, FAN_OUT, SEED, assert_close, graph, on_one_process
+from tests.nn.test_ptags import PTAGSGraphSAGE
 
 pytestmark = needs_library
 
@@ -60,22 +61,6 @@ class TwoHops(torch.nn.Module):
     def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor) -> Tensor:
         out: Tensor = self.lin(self.conv(x, edge_index, edge_weight).relu())
         return out
-
-
-class PTAGSGraphSAGE(PTAGSConv):
-    """Listing 1 of the paper."""
-
-    def __init__(self, in_channels: int, out_channels: int) -> None:
-        super().__init__(aggr="mean")
-        self.fc_neigh = torch.nn.Linear(in_channels, out_channels)
-        self.fc_self = torch.nn.Linear(in_channels, out_channels, bias=False)
-
-    def transform(self, x: Tensor, aggregated: Tensor) -> Tensor:
-        out: Tensor = self.fc_neigh(aggregated) + self.fc_self(x)
-        return out
-
-    def apply_rows(self, out: Tensor) -> Tensor:
-        return out.relu()
 
 
 class Squares(PTAGSConv):
@@ -184,17 +169,6 @@ def test_exact(name: str, world_size: int, width: int, pool: RankPool, tmp_path:
     for found, history, *_ in results:
         assert_close(found, expected)
         assert [epoch["train_loss"] for epoch in history] == pytest.approx(losses, rel=1e-10)
-
-
-def test_ptags_listing_is_sage_conv() -> None:
-    torch.manual_seed(0)
-    listing, conv = PTAGSGraphSAGE(7, 4).double(), nn.SAGEConv(7, 4).double()
-    with torch.no_grad():
-        for one, other in ((listing.fc_neigh, conv.lin_l), (listing.fc_self, conv.lin_r)):
-            one.load_state_dict(other.state_dict())
-    data = narrow(7)
-    expected = conv(data.x, data.edge_index).relu()
-    torch.testing.assert_close(listing(data.x, data.edge_index), expected, rtol=1e-12, atol=1e-12)
 
 
 def _grouped(rank: int, world_size: int, folder: str, name: str, options: dict[str, Any], pipeline: Any) -> Any:
