@@ -8,7 +8,6 @@ never travel; what does is as wide as the first layer's output, so it pays where
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 from collections.abc import Iterable, Sequence
@@ -26,34 +25,31 @@ from pygdist.backends.passes.base import Forward
 from pygdist.backends.passes.rehearsal import Call, Kind, ModelFacts
 from pygdist.backends.passes.sampled import SampledHops, SampledPass
 from pygdist.backends.sampling.backend import SampledBackend
-from pygdist.backends.sampling.blocks import Drawn, Pusher, block_of
 from pygdist.backends.sampling.copies import group_sizes, held_columns, slices_of
 from pygdist.backends.sampling.pipeline import LAG, LaggedSteps, Pipeline, of_layer
+from pygdist.backends.sampling.pushed import PushedFields
 from pygdist.backends.sampling.sharded import ShardedWeights
 from pygdist.backends.sampling.small import small_neighbourhood
+from pygdist.backends.sampling.stand_in import StandIn, bound_arguments, cut_for, refused, takes_weights
 from pygdist.backends.sampling.totals import FirstLayer
+from pygdist.backends.sampling.unheld import UnheldRows
 from pygdist.backends.sampling.whole import whole_first_layer, whole_products
-from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency, Shard
-from pygdist.graph.shard import is_unknown, unknown_rows
+from pygdist.graph.shard import is_unknown
 from pygdist.hops.arguments import tensors_of
-from pygdist.hops.cuts import Cut, InEdges, cut_of
-from pygdist.hops.layer import layer_name, own_class
+from pygdist.hops.cuts import Cut, InEdges
+from pygdist.hops.layer import own_class
 from pygdist.hops.untouched import IrreversibleError
 from pygdist.hops.user_code import in_one_line
 from pygdist.nn.inputs import edge_inputs
-from pygdist.sampler._native import Sampled
 from pygdist.sampler.base import MiniBatches
-from pygdist.sampler.csr_neighbors import check_seed
-from pygdist.sampler.steps import Fields, Steps
-from pygdist.sampler.topology import Topology
+from pygdist.sampler.steps import Steps
 
 log = logging.getLogger(__name__)
 
 FirstWeights = Literal["gathered", "sharded"]
 
-_INSTEAD = "use backend pull"
 _ELSEWHERE = "reads the features elsewhere than in its first layer, but no rank has all of a node's"
 
 
@@ -61,8 +57,9 @@ class PushPullBackend(SampledBackend):
     """Push the structure of batches to the features' columns, pull the first layer's sums (P3, Sec. 3.2.2).
 
     A step trains as one process would on the batches of all ranks. The model's first layer must be linear in its rows
-    up to a weight (:mod:`pygdist.hops.cuts`), and get the graph's features as they are; dropout comes after it.
-    Norms over nodes take the statistics of the rows that all ranks' batches compute. The model is evaluated on the whole graph, exactly, in the same way.
+    up to a weight (:mod:`pygdist.hops.cuts`), and get the graph's features as they are, or after dropout. Norms over
+    nodes take the statistics of the rows that all ranks' batches compute. The model is evaluated on the whole graph,
+    exactly, in the same way.
 
     Ranks form groups of ``topology_parts`` ranks that hold all in-edges between them, and of ``feature_parts`` ranks
     that hold all columns (P3, Sec. 3.4). By default all ranks are one group; in smaller ones each rank holds copies of
@@ -96,8 +93,9 @@ class PushPullBackend(SampledBackend):
     _cut_layer: tuple[MessagePassing, Cut] | None = None
     _first: FirstLayer | None = None
     _facts: ModelFacts | None = None
-    _trial: _StandIn | None = None  # while a model is tried
+    _trial: StandIn | None = None  # while a model is tried
     _weighted = False  # the first layer gets the weights of edges
+    _drops = 0.0  # rate of dropout over the features
     _has_norms = False  # the model has norms over nodes
 
     def __init__(
@@ -148,13 +146,13 @@ class PushPullBackend(SampledBackend):
             group = self.communicator.split(sizes.features, quiet=True)
         if sizes.features < num_ranks or self.pipeline > 1:
             layer_group = self.communicator.split(sizes.features)
-        fields = _Pushed(topology, shard, aside, group, batches, seed)
+        fields = PushedFields(topology, shard, aside, group, batches, seed)
         steps = batches.across_ranks(shard, fields, self.communicator, seed=seed)
         assert self._cut_layer is not None, "look_at() finds it"
         columns = held_columns(shard, sizes.features, self.communicator)
         slices = slices_of(shard.x.size(1), sizes.features)
         sharded = self.first_weights == "sharded"
-        self._first = FirstLayer(*self._cut_layer, columns, slices, layer_group, sharded=sharded)
+        self._first = FirstLayer(*self._cut_layer, columns, slices, layer_group, drops=self._drops, sharded=sharded)
         if self.pipeline == 1:
             return steps
         self._flights = Pipeline(self._first)
@@ -215,8 +213,8 @@ class PushPullBackend(SampledBackend):
         self, layer: MessagePassing, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], others: Backend
     ) -> Tensor:
         shard = others.shard
-        bound, cut = _bound(layer, args, kwargs), _cut(layer, shard)
-        weighted = _takes_weights(layer, bound, shard.edge_weight)
+        bound, cut = bound_arguments(layer, args, kwargs), cut_for(layer, shard)
+        weighted = takes_weights(layer, bound, shard.edge_weight)
         if cut.late_hops is None:
             return whole_first_layer(layer, cut, shard, self.communicator, weighted=weighted)
         products = whole_products(layer, cut, shard, self.communicator)
@@ -237,16 +235,35 @@ class PushPullBackend(SampledBackend):
         is_stub = is_unknown if trial is None else trial.is_stub
         if not any(isinstance(one, Tensor) and is_stub(one) for one in (*args, *kwargs.values())):
             return super().run_layer(layer, forward, args, kwargs)
-        cut, bound = _cut(layer, self.shard), _bound(layer, args, kwargs)
+        cut, bound = cut_for(layer, self.shard), bound_arguments(layer, args, kwargs)
+        dropped = getattr(bound.get("x"), "dropped", 0.0)
         if trial is not None:
-            self._weighted = _takes_weights(layer, bound, trial.edge_weight)
+            self._drops = max(self._drops, dropped)
+            self._weighted = takes_weights(layer, bound, trial.edge_weight)
             out = cut.rest(layer, trial.rows_for(layer, cut))
             return running.placed(layer, out) if isinstance(running, SampledPass) else out
+        if dropped != self._drops:
+            raise InputError(
+                f"backend 'pushpull': the features go through dropout of rate {dropped}, but when the model was tried "
+                f"the rate was {self._drops}; it cannot change in a run",
+                of_one_rank=True,
+            )
         assert isinstance(running, SampledPass), "all ranks found that rows can be left out"
-        _takes_weights(layer, bound, running.edge_weight)
+        takes_weights(layer, bound, running.edge_weight)
         total = self._total(running.blocks)
         assert total is not None, "this rank has a batch"
         return running.placed(layer, cut.rest(layer, total))
+
+    @override
+    def model_inputs(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        args, kwargs = super().model_inputs(model, args, kwargs)
+
+        def marked(value: Any) -> Any:
+            return UnheldRows.of(value) if isinstance(value, Tensor) and is_unknown(value) else value
+
+        return tuple(map(marked, args)), {name: marked(value) for name, value in kwargs.items()}
 
     @override
     def look_at(self, model: nn.Module, batches: Any) -> None:
@@ -262,7 +279,7 @@ class PushPullBackend(SampledBackend):
                 f"backend 'pushpull': the features are {self._columns.dtype}, but a first layer multiplies them; "
                 "convert them with float_features=True (--data.float_features=true)"
             )
-        self.kept.uncompared, self._has_norms = False, False  # it runs outside of a call here
+        self.kept.uncompared, self._has_norms, self._drops = False, False, 0.0  # it runs outside of a call here
         num_hops = len(getattr(batches, "fan_out", ())) or 2
         try:
             layer, self._facts = self._layer_and_hops(model, num_hops)
@@ -274,9 +291,9 @@ class PushPullBackend(SampledBackend):
             ) from error
         finally:
             self._trial = None
-        self._cut_layer = layer, _cut(layer, self.shard)
+        self._cut_layer = layer, cut_for(layer, self.shard)
         if self._facts is None:
-            raise _refused(model, self._all_rows)
+            raise refused(model, self._all_rows)
         if batches is not None and len(self._facts.widths) != num_hops:
             raise InputError(
                 f"fan_out has {num_hops} numbers, but {own_class(model).__name__} makes {len(self._facts.widths)} "
@@ -319,10 +336,9 @@ class PushPullBackend(SampledBackend):
         adjacency, hops, inputs = small_neighbourhood(self.shard, model, num_hops)
         num_rows, outs = sum(hops.num_nodes), list[list[Tensor]]()
         for number in (float("nan"), 1.0, -1.0):
-            x = torch.full((1, 1), number, dtype=self.shard.x.dtype).as_strided(
-                (num_rows, self.shard.x.size(1)), (0, 0)
-            )
-            trial = self._trial = _StandIn(x, inputs.get("edge_weight"), hops.num_seeds)
+            x = torch.full((1, 1), number, dtype=self.shard.x.dtype)
+            x = UnheldRows.of(x.as_strided((num_rows, self.shard.x.size(1)), (0, 0)))
+            trial = self._trial = StandIn(x, inputs.get("edge_weight"), hops.num_seeds)
             of_edges: list[Kind] = ["edge"]
             call = Call(model, (x, adjacency), inputs, ["node", None, *of_edges * len(inputs)])
             for training in (True, False) if not outs else (False,):
@@ -330,7 +346,7 @@ class PushPullBackend(SampledBackend):
                     out = tensors_of(model.forward(x, adjacency, **inputs))
                     trial.check(model, out)
                 if trial.layer is None or (not outs and any(bool(one.isnan().any()) for one in out)):
-                    raise _refused(model, _ELSEWHERE)
+                    raise refused(model, _ELSEWHERE)
             outs.append([one.detach() for one in out])
         alike = all(
             torch.allclose(one, other, rtol=1e-5, atol=1e-6)  # NaN is not
@@ -338,10 +354,10 @@ class PushPullBackend(SampledBackend):
             for one, other in zip(outs[0], others, strict=True)
         )
         if not alike:
-            raise _refused(model, _ELSEWHERE)
+            raise refused(model, _ELSEWHERE)
         layer = trial.layer
         assert layer is not None, "else the model was refused"
-        self._trial = _StandIn(x, inputs.get("edge_weight"), hops.num_seeds)
+        self._trial = StandIn(x, inputs.get("edge_weight"), hops.num_seeds)
         return layer, self._tried(call, adjacency, hops)
 
     @property
@@ -355,137 +371,3 @@ class PushPullBackend(SampledBackend):
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], adjacency: Adjacency, hops: SampledHops
     ) -> ModelFacts | None:
         return self._facts
-
-
-class _StandIn:
-    """Rows that stand for the first layer's output while a model is tried.
-
-    Args:
-        x: Rows that stand for the features.
-        edge_weight: Weights that stand for the graph's.
-        num_seeds: Number of seeds.
-
-    Attributes:
-        layer: The layer that got the features.
-    """
-
-    def __init__(self, x: Tensor, edge_weight: Tensor | None, num_seeds: int) -> None:
-        self._x, self.edge_weight, self.num_seeds = x, edge_weight, num_seeds
-        self.layer: MessagePassing | None = None
-        self._rows: list[Tensor] = []  # one for each call of the layer in a pass
-
-    def is_stub(self, x: Tensor) -> bool:
-        """Tell if a layer gets the features."""
-        return x.dim() == 2 and x.stride() == (0, 0) and x.data_ptr() == self._x.data_ptr()
-
-    def rows_for(self, layer: MessagePassing, cut: Cut) -> Tensor:
-        """Return random rows as wide as the sum over ranks, the same each time."""
-        if self.layer is not None and self.layer is not layer:
-            raise InputError(
-                f"backend 'pushpull': {layer_name(self.layer)} and {layer_name(layer)} both get the features, but one "
-                f"layer alone is computed where they are; {_INSTEAD}"
-            )
-        self.layer = layer
-        weight = layer.get_parameter(cut.weights[0])
-        shape, generator = (self._x.size(0), cut.width(layer)), torch.Generator().manual_seed(1)
-        rows = torch.randn(shape, generator=generator, dtype=torch.float64).to(weight)
-        self._rows.append(rows.requires_grad_(torch.is_grad_enabled() and weight.requires_grad))
-        return self._rows[-1]
-
-    def check(self, model: nn.Module, out: list[Tensor]) -> None:
-        """Refuse a model whose passes make other exchanges than one sum and its gradient.
-
-        A rank whose batch is empty makes these without running the model.
-        """
-        rows, graded = self._rows, [one for one in out if one.requires_grad]
-        wanted = [one for one in rows if one.requires_grad]
-        if len(rows) == 1 and wanted and graded:
-            total = torch.stack([one.sum() for one in graded]).sum()
-            gradient = torch.autograd.grad(total, wanted, allow_unused=True)[0] if total.requires_grad else None
-        else:
-            gradient = None
-        count = len(self._rows)
-        self._rows = []
-        if count > 1:
-            raise _refused(model, "runs its first layer more than once in a pass, or again in the backward pass")
-        needs_gradient = self.layer is not None and any(one.requires_grad for one in self.layer.parameters())
-        if count and needs_gradient and gradient is None:
-            raise _refused(model, "puts out nothing that has a gradient for its first layer")
-
-
-class _Pushed(Fields):
-    """Gives batches their structure for all ranks, instead of features.
-
-    Args:
-        topology: As for :class:`~pygdist.sampler.steps.Fields`, like ``aside``.
-        shard: This rank's part.
-        aside: See ``topology``.
-        group: The ranks that hold all columns between them, for exchanges of the thread.
-        batches: The kind of batches.
-        seed: Seed of all random numbers.
-    """
-
-    def __init__(
-        self, topology: Topology, shard: Shard, aside: Communicator, group: Communicator, batches: Any, seed: int
-    ) -> None:
-        super().__init__(topology, None, aside)
-        self._shard, self._group = shard, group
-        drawn = Drawn(batches.fan_out, batches.replace, check_seed(seed), topology if topology.is_whole else None)
-        self._pusher = Pusher(shard.num_nodes, group, drawn)
-
-    @override
-    def add_structure(self, batches: Sequence[Data], sampled: Sequence[Sampled], epoch: int) -> None:
-        super().add_structure(batches, sampled, epoch)
-        num_nodes = self._shard.num_nodes
-        mine = [block_of(one, num_nodes, batch.get("edge_weight")) for batch, one in zip(batches, sampled, strict=True)]
-        for batch, blocks in zip(batches, self._pusher.push(mine, epoch), strict=True):
-            batch.x = unknown_rows(int(batch.num_nodes or 0), self._shard.x.size(1), self._shard.x.dtype)
-            batch.blocks = blocks
-
-    @override
-    def close(self) -> None:
-        self._group.close()
-        super().close()
-
-
-def _refused(model: nn.Module, reason: str) -> InputError:
-    return InputError(f"backend 'pushpull': {own_class(model).__name__} {reason}; {_INSTEAD}")
-
-
-def _cut(layer: MessagePassing, shard: Shard) -> Cut:
-    try:
-        cut = cut_of(layer)
-    except ValueError as error:
-        raise InputError(f"backend 'pushpull' cannot compute the first layer by columns: {error}; {_INSTEAD}") from None
-    width, taken = shard.x.size(1), layer.get_parameter(cut.weights[0]).size(1)
-    if taken != width:
-        raise InputError(
-            f"the model does not accept the graph's {width} features per node, as {layer_name(layer)} takes {taken}; "
-            f"set the model's in_channels to {width}, or to -1 to take it from the graph"
-        )
-    return cut
-
-
-def _bound(layer: MessagePassing, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a layer by name."""
-    return dict(inspect.signature(own_class(layer).forward).bind(layer, *args, **kwargs).arguments)
-
-
-def _takes_weights(layer: MessagePassing, bound: dict[str, Any], of_graph: Tensor | None) -> bool:
-    """Tell if a first layer gets the graph's edge weights; refuse further inputs, and other weights."""
-    further = {name: value for name, value in bound.items() if value is not None}
-    further = {name: value for name, value in further.items() if name not in ("self", "x", "edge_index")}
-    weight = further.pop("edge_weight", None)
-    if further:
-        raise InputError(
-            f"backend 'pushpull': {layer_name(layer)} gets {', '.join(sorted(further))}, which the ranks that compute "
-            f"the first layer do not have; {_INSTEAD}"
-        )
-    if weight is None or not weight.numel():
-        return weight is not None
-    if of_graph is None or weight.data_ptr() != of_graph.data_ptr():
-        raise InputError(
-            f"backend 'pushpull': {layer_name(layer)} gets edge weights that the model computes, but the ranks that "
-            f"compute the first layer have those of the graph alone; {_INSTEAD}"
-        )
-    return True

@@ -19,6 +19,8 @@ from torch_geometric.data import Data
 
 from pygdist import GraphDataModule, InputError, NodeClassifier
 from pygdist.backends import PushPullBackend
+from pygdist.backends.sampling.copies import slices_of
+from pygdist.hops.cuts.cut import kept_share
 from pygdist.kernels import CSR
 from pygdist.nn import PTAGSConv
 from pygdist.nn.inputs import edge_inputs, outputs_of
@@ -527,7 +529,8 @@ class _HidesNan(_Skips):
 
 class _Drops(_Skips):
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        x = torch.nn.functional.dropout(x, training=self.training)
+        for _ in range(2):
+            x = torch.nn.functional.dropout(x, training=self.training)
         out: Tensor = self.second(self.first(x, edge_index), edge_index)
         return out
 
@@ -612,7 +615,7 @@ REFUSED = {
     "skips": (_Skips, f"_Skips {ELSEWHERE}"),
     "hides-nan": (_HidesNan, f"_HidesNan {ELSEWHERE}"),
     "encoded": (_Encoded, f"_Encoded {ELSEWHERE}"),
-    "drops": (_Drops, f"_Drops {ELSEWHERE}"),
+    "drops": (_Drops, "drops elements of the features twice"),
     "two": (_Two, "SAGEConv and SAGEConv both get the features"),
     "doubled": (_Doubled, "_Doubled runs its first layer more than once in a pass"),
     "again": (_Again, "_Again runs its first layer more than once in a pass, or again in the backward pass"),
@@ -628,7 +631,7 @@ REFUSED = {
     "width": (lambda: nn.GCN(16, 8, num_layers=2, out_channels=4), "graph's 12 features per node, as GCNConv takes 16"),
     "breaks": (_Breaks, "_Breaks ends with RuntimeError: mat1 and mat2 shapes"),
 }
-NO_PULL = ("hops", "width", "breaks")
+NO_PULL = ("drops", "hops", "width", "breaks")
 
 
 def _refused(rank: int, world_size: int, folder: str, name: str) -> str:
@@ -647,6 +650,74 @@ def test_models_that_are_not_cut_are_refused_on_all_ranks(name: str, pool: RankP
     for text in pool.run(_refused, 2, str(tmp_path), name):
         assert REFUSED[name][1] in text
         assert "use backend pull" in text or name in NO_PULL
+
+
+# -- dropout over the features ----------------------------------------------------------------------------------------
+
+
+class Dropped(torch.nn.Module):
+    """Drops features, as PyG's examples do; ``drawn`` drops them beforehand in its stead."""
+
+    def __init__(self, conv: str, *, drawn: bool = False) -> None:
+        super().__init__()
+        self.first = nn.GATConv(7, 4, heads=2) if conv == "GAT" else nn.SAGEConv(7, 8)
+        self.second, self.drop = nn.SAGEConv(8, 4), torch.nn.Dropout(0.4)
+        self.drawn = drawn
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = x if self.drawn else self.drop(x)
+        out: Tensor = self.second(self.first(x, edge_index).relu(), edge_index)
+        return out
+
+
+def _trained_with_dropout(rank: int, world_size: int, folder: str, conv: str, options: dict[str, Any]) -> Any:
+    torch.manual_seed(7)
+    net = Dropped(conv)
+    data = GraphDataModule(
+        narrow(7), partitioner="hash", batches=NeighborBatches(FAN_OUT, batch_size=13), batch_seed=SEED,
+        cache_dir=Path(folder) / "cache",
+    )  # fmt: skip
+    trainer = runs.trainer(rank, world_size, folder, max_epochs=EPOCHS)
+    trainer.fit(NodeClassifier(net, backend=PushPullBackend(**options)), datamodule=data)
+    return {key: value.clone() for key, value in net.state_dict().items()}, data.shard.owned_id
+
+
+@pytest.mark.parametrize("options", [{}, {"feature_parts": 1}, {"topology_parts": 1}], ids=["plain", "f", "t"])
+@pytest.mark.parametrize("conv", ["SAGE", "GAT"])
+def test_each_rank_draws_dropout_for_its_columns(
+    conv: str, options: dict[str, Any], pool: RankPool, tmp_path: Path
+) -> None:
+    """A node's features are dropped alike wherever a batch reads them; no evaluation drops any."""
+    data, size = narrow(7), 3
+    results = pool.run(_trained_with_dropout, size, str(tmp_path), conv, options)
+    owned = [nodes for _, nodes in results]
+    slices = slices_of(7, options.get("feature_parts", size))
+    torch.manual_seed(7)
+    net = Dropped(conv, drawn=True).double()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01, weight_decay=5e-4)
+    csr = CSR.from_coo(data.edge_index[1], data.edge_index[0], num_rows=160, num_cols=160)
+    seeds = [nodes[data.train_mask[nodes]] for nodes in owned]
+    steps = max(-(-one.numel() // 13) for one in seeds)
+    for epoch in range(EPOCHS):
+        for step in range(steps):
+            total, count = torch.zeros(()), 0
+            for nodes in seeds:
+                order = ShuffledOrder(nodes.numel(), SEED, shuffle=True).of(epoch)
+                chosen = nodes[order[step * nodes.numel() // steps : (step + 1) * nodes.numel() // steps]]
+                batch = _native.sample(csr, chosen, FAN_OUT, replace=False, seed=SEED, epoch=epoch)
+                key, (ids, place) = _native.hop_key(chosen, 2, seed=SEED, epoch=epoch), batch.node.sort()
+                rows = [data.x[ids][:, one] for one in slices]
+                kept = [kept_share(one, 0.6, key + 1 + at.start) for one, at in zip(rows, slices, strict=True)]
+                x = torch.empty(ids.numel(), 7, dtype=torch.float64)
+                x[place] = torch.cat([one * other for one, other in zip(rows, kept, strict=True)], dim=1)
+                out = net(x, torch.stack([batch.source, batch.target]))[: chosen.numel()]
+                total = total + cross_entropy(out, data.y[chosen], reduction="sum")
+                count += chosen.numel()
+            optimizer.zero_grad()
+            (total / count).backward()
+            optimizer.step()
+    for found, _ in results:
+        assert_close(found, net.state_dict())
 
 
 # -- norms over nodes --------------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ class FirstLayer:
         columns: This rank's columns of all nodes, ``(N, c)``.
         slices: For each rank, its slice of all columns.
         communicator: The ranks.
+        drops: Rate of dropout over the features.
         sharded: Each rank trains its columns of the weights by itself; else DDP takes the mean over ranks of gradients
             that are zero in the columns of others.
 
@@ -51,16 +52,20 @@ class FirstLayer:
         slices: Sequence[slice],
         communicator: Communicator,
         *,
+        drops: float = 0.0,
         sharded: bool = False,
     ) -> None:
         self.layer, self.cut, self._columns, self.communicator = layer, cut, columns, communicator
-        self._mean_over = communicator.world_size if sharded else 1
+        self._drops, self._mean_over = drops, communicator.world_size if sharded else 1
         self.mine, self.has_columns = slices[communicator.rank], [one.start < one.stop for one in slices]
 
     def prepared(self, blocks: Sequence[InEdges], parameters: Mapping[str, Tensor]) -> list[tuple[InEdges, Tensor]]:
         """Return, for each batch, its edges and this rank's columns as the cut layer's functions get them."""
         dtype = parameters[self.cut.weights[0]].dtype
-        return [self.cut.prepared(self.layer, block, self._columns, dtype) for block in blocks]
+        return [
+            self.cut.prepared(self.layer, block, self._columns, dtype, drops=self._drops, first=self.mine.start)
+            for block in blocks
+        ]
 
     def means(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Divide the weights' gradients by the number of ranks, where DDP does not."""

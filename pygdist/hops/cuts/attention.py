@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch_geometric.nn import GATConv
 from torch_geometric.nn.aggr import SumAggregation
 
-from pygdist.hops.cuts.cut import Cut, InEdges, Parameters, plus
+from pygdist.hops.cuts.cut import Cut, InEdges, Parameters, kept_share, plus
 from pygdist.hops.layer import is_linear, own_class
 from pygdist.kernels import CSR, edge_softmax, gat, spmm
 
@@ -70,16 +70,8 @@ def _term(layer: GATConv, parameters: Parameters, edges: InEdges, columns: Tenso
         out = gat(edges.csr, rows, source, target, negative_slope=layer.negative_slope)
     else:
         attention = edge_softmax(edges.csr, source=source, target=target, negative_slope=layer.negative_slope)
-        out = spmm(edges.csr, rows, attention * _mask(attention, keeps, edges.key))
+        out = spmm(edges.csr, rows, attention * kept_share(attention, keeps, edges.key))
     out = out.flatten(1) if layer.concat else out.mean(1)
     if layer.res is not None:
         out = out + functional.linear(columns[edges.row_id], parameters["res.weight"][:, mine])
     return out
-
-
-def _mask(like: Tensor, keeps: float, key: int) -> Tensor:
-    """Return dropout's factors, drawn alike on all ranks."""
-    if keeps == 1:
-        return torch.ones_like(like)
-    drawn = torch.rand(like.shape, generator=torch.Generator().manual_seed(key), dtype=torch.float64)
-    return (drawn < keeps).to(like) / max(keeps, torch.finfo(like.dtype).tiny)

@@ -101,20 +101,31 @@ class Cut:
             name: cast(Tensor, getattr(layer, name)) for name in self.others
         }
 
-    def prepared(self, layer: nn.Module, edges: InEdges, columns: Tensor, dtype: torch.dtype) -> tuple[InEdges, Tensor]:
+    def prepared(
+        self, layer: nn.Module, edges: InEdges, columns: Tensor, dtype: torch.dtype, *, drops: float = 0, first: int = 0
+    ) -> tuple[InEdges, Tensor]:
         """Return the edges and columns, in a type, that the functions of ranks get.
 
         Of columns in another type, as float16 on disk, only those that the edges read are converted.
+
+        Args:
+            layer: The layer.
+            edges: The edges.
+            columns: This rank's columns of all nodes.
+            dtype: The type.
+            drops: Rate of dropout over the features.
+            first: Number of the rank's first column, which chooses the random numbers with the edges' key.
         """
         if edges.weight is not None:
             edges = replace(edges, weight=edges.weight.to(dtype))
         if self.arranged is not None:
             edges, ids = self.arranged(layer, edges)
-        elif columns.dtype == dtype:
+        elif columns.dtype == dtype and not drops:
             return edges, columns
         else:
             edges, ids = edges.compact()
-        return edges, columns[ids].to(dtype)
+        held = columns[ids].to(dtype)
+        return edges, held * kept_share(held, 1 - drops, edges.key + 1 + first) if drops else held
 
 
 def products_of(cut: Cut) -> Cut:
@@ -138,6 +149,12 @@ def summed(cut: Cut, layer: nn.Module, edges: InEdges, x: Tensor, slices: Sequen
         scores = torch.stack([cut.scores(layer, parameters, *one) for one in by_rank]).sum(0)
         by_rank = [(replace(held, scores=scores), columns, mine) for held, columns, mine in by_rank]
     return torch.stack([cut.term(layer, parameters, *one) for one in by_rank]).sum(0)
+
+
+def kept_share(like: Tensor, keeps: float, key: int) -> Tensor:
+    """Return the factors of dropout, 0 or 1 / ``keeps``, drawn by a key alone."""
+    drawn = torch.rand(like.shape, generator=torch.Generator().manual_seed(key % (1 << 64)), dtype=torch.float64)
+    return (drawn < keeps).to(like) / max(keeps, torch.finfo(like.dtype).tiny)
 
 
 def plus(out: Tensor, *biases: Tensor | None) -> Tensor:
