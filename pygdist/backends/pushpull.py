@@ -30,7 +30,7 @@ from pygdist.backends.sampling.pipeline import LAG, LaggedSteps, Pipeline, of_la
 from pygdist.backends.sampling.pushed import PushedFields
 from pygdist.backends.sampling.sharded import ShardedWeights
 from pygdist.backends.sampling.small import small_neighbourhood
-from pygdist.backends.sampling.stand_in import StandIn, bound_arguments, cut_for, refused, takes_weights
+from pygdist.backends.sampling.stand_in import StandIn, bound_arguments, cut_for, refuse_shared, refused, takes_weights
 from pygdist.backends.sampling.totals import FirstLayer
 from pygdist.backends.sampling.unheld import UnheldRows
 from pygdist.backends.sampling.whole import whole_first_layer, whole_products
@@ -43,6 +43,7 @@ from pygdist.hops.layer import own_class
 from pygdist.hops.untouched import IrreversibleError
 from pygdist.hops.user_code import in_one_line
 from pygdist.nn.inputs import edge_inputs
+from pygdist.nn.norms import INSTANCE_NORMS
 from pygdist.sampler.base import MiniBatches
 from pygdist.sampler.steps import Steps
 
@@ -62,8 +63,8 @@ class PushPullBackend(SampledBackend):
     exactly, in the same way.
 
     Ranks form groups of ``topology_parts`` ranks that hold all in-edges between them, and of ``feature_parts`` ranks
-    that hold all columns (P3, Sec. 3.4). By default all ranks are one group; in smaller ones each rank holds copies of
-    more, and less travels. Both numbers divide that of the ranks, and neither changes what is computed.
+    that hold all columns (P3, Sec. 3.4). By default all ranks are one group. In smaller groups each rank holds more
+    copies, which travel once, and sends less. Both numbers divide that of the ranks; neither changes what is computed.
 
     Args:
         pipeline: Batches on their way at once: 1, or 3 as in the paper (Sec. 3.3). With 3, exchanges overlap computing,
@@ -75,8 +76,9 @@ class PushPullBackend(SampledBackend):
         topology_parts: Ranks that hold all in-edges between them; with 1 each rank samples alone, and pushes no edges.
         first_weights: With ``gathered`` DDP sums the gradients of the first layer's weights, of which each rank has its
             columns: optimisers, clipping and callbacks see the plain model. With ``sharded``, as in the paper, each
-            rank trains its columns alone; the model is put together where it is evaluated or saved. Only optimisers
-            that treat each number by itself fit that, and all ranks must be one group for features.
+            rank trains its columns alone; the model is put together where it is evaluated or saved, and at the end of
+            an epoch. Only optimisers that update each element independently fit that, and all ranks must be one group
+            for features.
 
     Raises:
         InputError: If a number is out of range.
@@ -130,7 +132,7 @@ class PushPullBackend(SampledBackend):
         batches = self.batches_of(batches)
         if self._facts is None:
             self.look_at(model, batches)
-        edge_bytes = sum(one[:1].nbytes for one in edge_inputs(model, shard).values())
+        edge_bytes = sum(one.itemsize * math.prod(one.shape[1:]) for one in edge_inputs(model, shard).values())
         num_ranks, feature_parts = self.communicator.world_size, self.feature_parts
         if self.first_weights == "sharded" and feature_parts not in (None, num_ranks):
             raise InputError(
@@ -146,7 +148,8 @@ class PushPullBackend(SampledBackend):
             group = self.communicator.split(sizes.features, quiet=True)
         if sizes.features < num_ranks or self.pipeline > 1:
             layer_group = self.communicator.split(sizes.features)
-        fields = PushedFields(topology, shard, aside, group, batches, seed)
+        groups = [group] if layer_group is self.communicator else [group, layer_group]
+        fields = PushedFields(topology, shard, aside, groups, batches, seed)
         steps = batches.across_ranks(shard, fields, self.communicator, seed=seed)
         assert self._cut_layer is not None, "look_at() finds it"
         columns = held_columns(shard, sizes.features, self.communicator)
@@ -170,8 +173,8 @@ class PushPullBackend(SampledBackend):
             return None
         layer, cut = self._cut_layer
         slices = slices_of(self.shard.x.size(1), self.communicator.world_size)
-        weights = [layer.get_parameter(name) for name in cut.weights]
-        return ShardedWeights([one for one in weights if one.requires_grad], slices, self.communicator)
+        weights = {id(one): one for one in map(layer.get_parameter, cut.weights) if one.requires_grad}
+        return ShardedWeights(list(weights.values()), slices, self.communicator)
 
     @override
     def sit_out(self, sample: Data) -> Tensor | None:
@@ -240,8 +243,10 @@ class PushPullBackend(SampledBackend):
         if trial is not None:
             self._drops = max(self._drops, dropped)
             self._weighted = takes_weights(layer, bound, trial.edge_weight)
-            out = cut.rest(layer, trial.rows_for(layer, cut))
-            return running.placed(layer, out) if isinstance(running, SampledPass) else out
+            rows = trial.rows_for(layer, cut)
+            if isinstance(running, SampledPass):
+                return running.placed(layer, cut.rest, rows)
+            return cut.rest(layer, rows)
         if dropped != self._drops:
             raise InputError(
                 f"backend 'pushpull': the features go through dropout of rate {dropped}, but when the model was tried "
@@ -252,7 +257,7 @@ class PushPullBackend(SampledBackend):
         takes_weights(layer, bound, running.edge_weight)
         total = self._total(running.blocks)
         assert total is not None, "this rank has a batch"
-        return running.placed(layer, cut.rest(layer, total))
+        return running.placed(layer, cut.rest, total)
 
     @override
     def model_inputs(
@@ -279,6 +284,8 @@ class PushPullBackend(SampledBackend):
                 f"backend 'pushpull': the features are {self._columns.dtype}, but a first layer multiplies them; "
                 "convert them with float_features=True (--data.float_features=true)"
             )
+        if any(isinstance(one, INSTANCE_NORMS) for one in model.modules()):
+            raise refused(model, "has an InstanceNorm of torch's, whose rows may be nodes or channels; use PyG's")
         self.kept.uncompared, self._has_norms, self._drops = False, False, 0.0  # it runs outside of a call here
         num_hops = len(getattr(batches, "fan_out", ())) or 2
         try:
@@ -292,6 +299,7 @@ class PushPullBackend(SampledBackend):
         finally:
             self._trial = None
         self._cut_layer = layer, cut_for(layer, self.shard)
+        refuse_shared(model, layer, self._cut_layer[1])
         if self._facts is None:
             raise refused(model, self._all_rows)
         if batches is not None and len(self._facts.widths) != num_hops:
@@ -313,6 +321,7 @@ class PushPullBackend(SampledBackend):
     @override
     def num_nodes(self) -> int:
         if self._trial is not None:
+            self._has_norms = True
             return self._trial.num_seeds
         running = self._now
         return running.num_nodes if isinstance(running, SampledPass) else self.num_rows

@@ -16,7 +16,7 @@ from pygdist.comm.meter import TrafficMeter
 _OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"
 
-_MOST_AT_ONCE = 1 << 23  # bytes that a rank sends
+_ONE_BUCKET, _MOST_SENT = 1 << 20, 1 << 23  # bytes of gradients, and that a rank sends of them
 #: Buffers are equal on all ranks (norms take global statistics), so broadcasting them would only cost time.
 DDP_OPTIONS: dict[str, Any] = {_SYNC_BUFFERS: False}
 
@@ -29,22 +29,31 @@ def ddp_loss_scale(num_labelled: float, world_size: int) -> float:
     return world_size / num_labelled
 
 
-def sum_in_one_round(model: DistributedDataParallel, communicator: Communicator) -> None:
+def sum_in_one_round(model: DistributedDataParallel, communicator: Communicator) -> bool:
     """Let all ranks send their gradients to all others at once, if these are small; every rank makes the call.
 
     gloo sums in a ring, of :math:`2 (N - 1)` rounds for N ranks, and each round waits in the links' queues behind the
     large messages of exchanges that go on meanwhile: with 4 hosts, 150 ms a step. Sums are added in rank order.
 
+    The sum is awaited within the backward pass, so it must be its last exchange on every rank: DDP puts up to 1 MiB
+    of one type into one bucket.
+
     Args:
         model: The model.
         communicator: The ranks, on a process group for these sums alone.
+
+    Returns:
+        False if DDP goes on as it does.
     """
     parameters = [one for name, one in model.module.named_parameters() if _is_reduced(model, name, one)]
     communicator.meter = TrafficMeter()  # DDP's sums are counted nowhere else
-    num_bytes = sum(one.numel() * one.itemsize for one in parameters) * (communicator.world_size - 1)
-    if num_bytes <= _MOST_AT_ONCE:
-        # torch reads annotations, and knows no text
+    num_bytes = sum(one.numel() * one.itemsize for one in parameters)
+    fits: bool = num_bytes <= _ONE_BUCKET and num_bytes * (communicator.world_size - 1) <= _MOST_SENT
+    fits = fits and len({one.dtype for one in parameters}) == 1
+    if fits:
+        # torch inspects annotations and rejects strings, hence the lambda
         model.register_comm_hook(communicator, lambda ranks, bucket: _mean(ranks, bucket.buffer()))
+    return fits
 
 
 def _mean(communicator: Communicator, mine: Tensor) -> torch.futures.Future[Tensor]:

@@ -48,7 +48,7 @@ class ExchangeMonitor(pl.Callback):
     ``sent_bytes_{min,max}``       payload bytes sent by a rank's backend
     ``sent_messages_{min,max}``    point-to-point messages sent by it
     ``sent_bytes_total``           payload bytes sent by all ranks
-    ``gradient_bytes``             payload bytes that a rank sends to average the gradients (a ring all-reduce)
+    ``gradient_bytes``             payload bytes that a rank sends to average the gradients once
     ``unused_model_bytes``         payload bytes that a rank sends for averages that are validated or saved, but with
                                    which training does not go on (strategy ``model_averaging``)
     ``checkpoint_bytes``           payload bytes that all ranks send to rank 0 for checkpoints: the optimisers' state of
@@ -141,7 +141,8 @@ class ExchangeMonitor(pl.Callback):
         if high["batch_wait_s"]:
             figures |= {"sampling_bytes_total": total["sampling_bytes"], **{f"{one}_max": high[one] for one in _STAGES}}
         if getattr(trainer.strategy, "sends_gradients", True):
-            figures["gradient_bytes"] = _gradient_bytes(pl_module, communicator.world_size)
+            at_once = getattr(trainer.strategy, "sums_in_one_round", False)
+            figures["gradient_bytes"] = _gradient_bytes(pl_module, communicator.world_size, at_once=at_once)
         planned = {name: getattr(pl_module.backend, name) for name in ("expected_epoch_s", "planning_s")}
         self._figures = figures | {name: value for name, value in planned.items() if value is not None}
 
@@ -259,9 +260,11 @@ def _unused_bytes(traffic: Traffic) -> int:
     return traffic.summed_bytes[FOR_VALIDATION] + traffic.summed_bytes[FOR_CHECKPOINT]
 
 
-def _gradient_bytes(module: torch.nn.Module, world_size: int) -> float:
-    size = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-    return 2 * (world_size - 1) * size / world_size
+def _gradient_bytes(module: torch.nn.Module, world_size: int, *, at_once: bool) -> float:
+    ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", [])
+    trained = [one for name, one in module.named_parameters() if one.requires_grad and name not in ignored]
+    size = sum(one.numel() * one.element_size() for one in trained)
+    return (world_size - 1) * size * (1 if at_once else 2 / world_size)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -110,12 +110,12 @@ def check_sharded(trainer: pl.Trainer, module: nn.Module, weights: ShardedWeight
 
 
 def check_elementwise(optimizers: Iterable[Optimizer]) -> None:
-    """Refuse optimisers that look at more than one number of a weight, of which this rank trains some columns."""
+    """Refuse optimisers that look at more than one element of a weight, of which this rank trains some columns."""
     for one in optimizers:
         if type(one).__module__.partition(".")[0] != "torch" or type(one).__name__ not in _ELEMENTWISE:
             raise InputError(
-                f"first_weights='sharded': optimizer {type(one).__name__} is not known to treat each number by itself; "
-                f"use one of {', '.join(_ELEMENTWISE)}, or first_weights='gathered'"
+                f"first_weights='sharded': optimizer {type(one).__name__} is not known to update each element "
+                f"independently; use one of {', '.join(_ELEMENTWISE)}, or first_weights='gathered'"
             )
 
 

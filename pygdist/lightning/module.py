@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -89,6 +90,8 @@ class GraphModule(pl.LightningModule):
         self._bound: Shard | None = None  # what the backend is bound to
         self._evaluation: WholeGraphEvaluation | None = None  # in progress, if the backend does not evaluate
         self._kept_evaluation: WholeGraphEvaluation | None = None  # used again by the next
+        self._left_out = list[str]()  # parameters that DDP ignores, as each rank trains some columns
+        self._holds_old_columns = False
         self.metrics = nn.ModuleDict()
 
     @override
@@ -112,23 +115,28 @@ class GraphModule(pl.LightningModule):
     def _leave_to_backend(self) -> None:
         """Let DDP ignore the weights that each rank trains in part."""
         weights = self.backend.sharded_weights
-        ids = set() if weights is None else set(map(id, weights.parameters))
-        if weights is not None:
+        others = [one for one in getattr(self, "_ddp_params_and_buffers_to_ignore", []) if one not in self._left_out]
+        self._left_out = []
+        if weights is not None and self.trainer.state.fn == TrainerFn.FITTING:
             check_sharded(self.trainer, self, weights)
+            weights.share()
+            ids = set(map(id, weights.parameters))
+            self._left_out = [name for name, one in self.named_parameters() if id(one) in ids]
         # DDP reads this name, on the module that it wraps
-        self._ddp_params_and_buffers_to_ignore = [name for name, one in self.named_parameters() if id(one) in ids]
+        self._ddp_params_and_buffers_to_ignore = [*others, *self._left_out]
 
     def _gather_weights(self) -> None:
         """Bring the weights that each rank trains in part; all ranks make the call."""
         weights = self.backend.sharded_weights if self._bound is not None else None
         if weights is None or self.trainer.state.fn != TrainerFn.FITTING:
             return
-        if not getattr(self.trainer.strategy, "is_open", True):
+        if sys.exc_info()[0] is not None or not getattr(self.trainer.strategy, "is_open", True):
             raise InputError(
                 "the run has ended or failed, so the ranks cannot bring the columns of their first weights together "
                 "(first_weights='sharded'); resume from a checkpoint that was saved before"
             )
         weights.gather(self.trainer.optimizers)
+        self._holds_old_columns = False
 
     def _take_off(self) -> None:
         """Put the model back as it was before :meth:`setup`."""
@@ -159,6 +167,12 @@ class GraphModule(pl.LightningModule):
 
     @override
     def teardown(self, stage: str) -> None:
+        if self._holds_old_columns:
+            self._holds_old_columns = False
+            rank_zero_warn(
+                "the run ended within an epoch, so the model in this process has old columns of its first weights "
+                "(first_weights='sharded'); load a checkpoint before you use it"
+            )
         self._take_off()
         self.let_go()
 
@@ -281,6 +295,15 @@ class GraphModule(pl.LightningModule):
         self.communicator.epoch = self.current_epoch
         if self.backend.abilities.trains_parts or self.backend.abilities.mini_batches:
             agree_on_model(self.model, self.communicator)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._holds_old_columns = self.backend.sharded_weights is not None
+
+    @override
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.trainer.is_last_batch:  # before callbacks see the end of the epoch
+            self._gather_weights()
 
     @override
     def on_train_epoch_end(self) -> None:

@@ -74,6 +74,8 @@ class GraphDDPStrategy(DDPStrategy):
     """
 
     strategy_name = "graph_ddp"
+    #: Gradients go to all ranks at once, not round a ring.
+    sums_in_one_round: bool = False
 
     def __init__(
         self,
@@ -241,7 +243,7 @@ class GraphDDPStrategy(DDPStrategy):
             settle_buckets(self.model)
             backend = getattr(self.lightning_module, "backend", None)
             if backend is not None and backend.abilities.lag and not self.communicator.is_nccl:
-                sum_in_one_round(self.model, self.communicator.apart())
+                self.sums_in_one_round = sum_in_one_round(self.model, self.communicator.apart())
 
     @override
     def on_train_start(self) -> None:

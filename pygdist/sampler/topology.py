@@ -61,7 +61,7 @@ class Topology:
             sent = [mine if holds_mine else mine[:0] for holds_mine in holds]
             return torch.cat(communicator.all_to_all(sent, label=f"copies, {label}"))
 
-        # a rank that does not hold its own part's copies drops what all_to_all returns of it
+        # a rank may hold other parts than its own: it then sends itself nothing
         degree, ids = copies(csr.indptr.diff(), "degrees"), copies(shard.owned_id, "nodes")
         id_type = torch.int32 if shard.num_nodes < 1 << 31 else torch.int64
         source = copies(shard.n_id[csr.index.long()].to(id_type), "edges")

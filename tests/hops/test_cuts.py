@@ -119,6 +119,17 @@ class _Relu(nn.SAGEConv):
         return x_j.relu()
 
 
+class _Dormant(nn.SAGEConv):
+    """Its scale does nothing at first."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def message(self, x_j: Tensor) -> Tensor:
+        return x_j * self.scale
+
+
 class _SameByAnotherWay(nn.SAGEConv):
     def message(self, x_j: Tensor) -> Tensor:
         return 2 * x_j - x_j
@@ -132,6 +143,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "projected": (lambda: nn.SAGEConv(WIDTH, 4, project=True), "with project=True is not linear"),
     "lstm": (lambda: nn.SAGEConv(WIDTH, 4, aggr="lstm"), "aggregates by LSTMAggregation, expected a sum"),
     "subclass": (lambda: _Relu(WIDTH, 4), "_Relu computes something else than SAGEConv"),
+    "dormant": (lambda: _Dormant(WIDTH, 4), "_Dormant computes something else than SAGEConv"),
     "network": (lambda: nn.GINConv(torch.nn.ReLU()), "has a network that does not begin with a linear module"),
 }
 

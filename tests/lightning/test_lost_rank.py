@@ -73,7 +73,10 @@ _PIPELINED = ["--model.backend=PushPullBackend", "--model.backend.pipeline=3", *
 def test_a_rank_that_is_lost_while_batches_are_on_their_way_is_named(
     folder: Path, ending: str, batches: list[str]
 ) -> None:
+    """Of a pipeline's step 2, where three batches are on their way."""
+    batch = 2 if batches is _PIPELINED else 0
     kill = ["--trainer.callbacks+=killing.Kill", "--trainer.callbacks.rank=2", "--trainer.callbacks.epoch=3"]
+    kill.append(f"--trainer.callbacks.batch={batch}")
     strategy = ["--trainer.strategy=graph_ddp_spawn", "--trainer.strategy.lost_after_s=4"]
     run = fit(folder, *kill, f"--trainer.callbacks.signal={ending}", *strategy, *batches)
     gone_s = time.time() - (folder / "checkpoints" / "last.ckpt").stat().st_mtime  # which the epoch before wrote

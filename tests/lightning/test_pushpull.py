@@ -22,9 +22,10 @@ from pygdist.backends import PushPullBackend
 from pygdist.backends.sampling.copies import slices_of
 from pygdist.hops.cuts.cut import kept_share
 from pygdist.kernels import CSR
+from pygdist.lightning import LinkPredictor
 from pygdist.nn import PTAGSConv
 from pygdist.nn.inputs import edge_inputs, outputs_of
-from pygdist.sampler import NeighborBatches, _native
+from pygdist.sampler import EdgeBatches, NeighborBatches, _native
 from pygdist.sampler.epoch import ShuffledOrder
 from pygdist.testing import RankPool
 from tests.kernels.oracle import needs_library
@@ -85,8 +86,18 @@ class Squares(PTAGSConv):
         return out
 
 
+class OneWeight(PTAGSGraphSAGE):
+    """One module under two names, as Listing 1 writes it."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__(in_channels, out_channels)
+        self.fc_self = self.fc_neigh
+
+
 TWO_LAYERS: dict[str, Any] = {
     "graph-conv": lambda width: (nn.GraphConv(width, 8), nn.GraphConv(8, 4)),
+    "SG2": lambda width: (nn.SGConv(width, 8, K=2), nn.SAGEConv(8, 4)),
+    "ptags-one": lambda width: (OneWeight(width, 8), nn.SAGEConv(8, 4)),
     "ptags": lambda width: (PTAGSGraphSAGE(width, 8), PTAGSGraphSAGE(8, 4)),
     "ptags-squares": lambda width: (Squares(width, 8), nn.SAGEConv(8, 4)),
     "SG": lambda width: (nn.SGConv(width, 8), nn.SGConv(8, 4)),
@@ -158,6 +169,7 @@ NAMES = [
     "averaged",
     "ptags",
     "ptags-squares",
+    "ptags-one",
 ]
 
 
@@ -275,7 +287,7 @@ def _refused_sharded(rank: int, world_size: int, folder: str, name: str) -> str:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("optimizer", "optimizer LBFGS is not known to treat each number by itself"),
+        ("optimizer", "optimizer LBFGS is not known to update each element independently"),
         ("average", "EMAWeightAveraging would average columns"),
         ("alone", "trains nothing but the weights of its first layer"),
         ("groups", "no two of 2 ranks may hold the same columns"),
@@ -320,6 +332,135 @@ def test_checkpoint_goes_on_with_other_ranks(pool: RankPool, tmp_path: Path) -> 
     ]
     for one in others:
         assert_close(one, expected)
+
+
+class _SeesWeights(pl.Callback):
+    """Notes the first weight where callbacks see the end of an epoch."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.seen.append(module.model.convs[0].lin_l.weight.detach().clone())
+
+
+def _within_an_epoch(rank: int, world_size: int, folder: str, way: str) -> Any:
+    """Validate and save within an epoch, and stop there."""
+    net, sees, history = model("GraphSAGE", 7), _SeesWeights(), runs.History()
+    data = GraphDataModule(
+        narrow(7), partitioner="hash", batches=NeighborBatches(FAN_OUT, batch_size=13), batch_seed=SEED,
+        cache_dir=Path(folder) / "cache",
+    )  # fmt: skip
+    saves = ModelCheckpoint(f"{folder}/{way}", filename="{step}", save_top_k=-1, every_n_train_steps=2)
+    trainer = runs.trainer(
+        rank, world_size, folder, max_epochs=3, max_steps=8, val_check_interval=2, enable_checkpointing=True,
+        callbacks=[saves, sees, history],
+    )  # fmt: skip
+    trainer.fit(NodeClassifier(net, backend=PushPullBackend(first_weights=way)), datamodule=data)  # type: ignore[arg-type]
+    state = {key: value.clone() for key, value in net.state_dict().items()}
+    return state, sees.seen, [one["val_loss"] for one in history.epochs if "val_loss" in one]
+
+
+def test_sharded_weights_are_whole_wherever_an_epoch_is_cut(pool: RankPool, tmp_path: Path) -> None:
+    plain = pool.run(_within_an_epoch, 3, str(tmp_path), "gathered")
+    own = pool.run(_within_an_epoch, 3, str(tmp_path), "sharded")
+    for (found, seen, losses), (expected, others, other_losses) in zip(own, plain, strict=True):
+        assert_close(found, expected)
+        assert losses == pytest.approx(other_losses, rel=1e-9)
+        for one, other in zip(seen, others, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+    names = sorted(path.name for path in (tmp_path / "gathered").glob("*.ckpt"))
+    assert len(names) >= 3
+    for name in names:
+        saved = [torch.load(tmp_path / way / name, weights_only=True)["state_dict"] for way in ("sharded", "gathered")]
+        assert_close(*saved)
+
+
+def test_gradients_of_sharded_weights_do_not_travel(pool: RankPool, tmp_path: Path) -> None:
+    """Outside of DDP, which leaves them out, columns travel where an epoch ends, and the starting weights."""
+    results = pool.run(_sharded, 3, str(tmp_path), "GraphSAGE", 7, {}, {"limit_val_batches": 0})
+    pushed = {"push, sizes", "push, structure", "push, gradients", "pull, sums", "first weights"}
+    for _, _, _, sent in results:
+        others = {label for label in sent if label.startswith(("push", "pull", "first", "gradients"))}
+        assert others == pushed
+
+
+class _Frozen(torch.nn.Module):
+    """Trains one weight of its first layer, or its bias alone."""
+
+    def __init__(self, trains: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.SAGEConv(7, 8), nn.SAGEConv(8, 4)
+        for name, one in self.first.named_parameters():
+            one.requires_grad_(name == trains)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x, edge_index).relu(), edge_index)
+        return out
+
+
+def _partly_frozen(rank: int, world_size: int, folder: str, trains: str, pipeline: Any) -> Any:
+    torch.manual_seed(7)
+    net = _Frozen(trains)
+    data = GraphDataModule(
+        narrow(7), partitioner="hash", batches=NeighborBatches(FAN_OUT, batch_size=13), batch_seed=SEED,
+        cache_dir=Path(folder) / "cache",
+    )  # fmt: skip
+    trainer = runs.trainer(rank, world_size, folder, max_epochs=EPOCHS)
+    trainer.fit(NodeClassifier(net, backend=PushPullBackend(pipeline=pipeline)), datamodule=data)
+    return {key: value.clone() for key, value in net.state_dict().items()}, data.shard.owned_id
+
+
+@pytest.mark.parametrize("trains", ["lin_r.weight", "lin_l.bias", "none"])
+def test_first_layers_that_are_partly_frozen(trains: str, pool: RankPool, tmp_path: Path) -> None:
+    results = pool.run(_partly_frozen, 2, str(tmp_path), trains, 1)
+
+    def make() -> torch.nn.Module:
+        torch.manual_seed(7)
+        return _Frozen(trains)
+
+    expected, _ = on_one_process(make, narrow(7), [owned for _, owned in results])
+    for found, _ in results:
+        assert_close(found, expected)
+    for found, _ in pool.run(_partly_frozen, 2, str(tmp_path), trains, 3):
+        frozen = [name for name in expected if name.startswith("first") and name != f"first.{trains}"]
+        assert all(torch.equal(found[name], expected[name]) for name in frozen)
+
+
+def _of_links(rank: int, world_size: int, folder: str, backend: Any) -> Any:
+    net = model("GraphSAGE", 7)
+    data = GraphDataModule(
+        narrow(7), partitioner="hash", batches=EdgeBatches([4, 3], batch_size=150, negatives=2), batch_seed=SEED,
+        edge_split=(0.1, 0.1), cache_dir=Path(folder) / "cache",
+    )  # fmt: skip
+    trainer = runs.trainer(rank, world_size, folder, max_epochs=2)
+    trainer.fit(LinkPredictor(net, backend=backend), datamodule=data)
+    return {key: value.clone() for key, value in net.state_dict().items()}
+
+
+@pytest.mark.parametrize("options", [{}, {"topology_parts": 1}])
+def test_links_are_learned_as_by_pull(options: dict[str, Any], pool: RankPool, tmp_path: Path) -> None:
+    expected = pool.run(_of_links, 3, str(tmp_path), "pull")[0]
+    for found in pool.run(_of_links, 3, str(tmp_path), PushPullBackend(**options)):
+        assert_close(found, expected)
+
+
+def _three_hops(rank: int, world_size: int, folder: str, backend: Any) -> Any:
+    net = model("SG2", 7)
+    data = GraphDataModule(
+        narrow(7), partitioner="hash", batches=NeighborBatches([3, 2, 2], batch_size=13), batch_seed=SEED,
+        cache_dir=Path(folder) / "cache",
+    )  # fmt: skip
+    trainer = runs.trainer(rank, world_size, folder, max_epochs=2)
+    trainer.fit(NodeClassifier(net, backend=backend), datamodule=data)
+    return {key: value.clone() for key, value in net.state_dict().items()}
+
+
+@pytest.mark.parametrize("options", [{}, {"topology_parts": 1}])
+def test_a_layer_of_two_hops_before_another(options: dict[str, Any], pool: RankPool, tmp_path: Path) -> None:
+    expected = pool.run(_three_hops, 3, str(tmp_path), "pull")[0]
+    for found in pool.run(_three_hops, 3, str(tmp_path), PushPullBackend(**options)):
+        assert_close(found, expected)
 
 
 def _refused_sizes(rank: int, world_size: int, folder: str) -> str:
@@ -604,6 +745,39 @@ class _NotLinear(_Skips):
         return out
 
 
+class _Scaled(PTAGSGraphSAGE):
+    """Trains a parameter that the cut does not know."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__(in_channels, out_channels)
+        self.eps = torch.nn.Parameter(torch.zeros(()))
+
+    def transform(self, x: Tensor, aggregated: Tensor) -> Tensor:
+        return super().transform((1 + self.eps) * x, aggregated)
+
+
+class _Learns(_Skips):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = _Scaled(12, 8)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x, edge_index), edge_index)
+        return out
+
+
+class _Shares(_Skips):
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.SAGEConv(12, 12)
+        self.first = nn.SAGEConv(12, 12)
+        self.second.lin_l.weight = self.first.lin_l.weight
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x, edge_index), edge_index)
+        return out
+
+
 class _Breaks(_Skips):
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         out: Tensor = self.skip(self.first(x, edge_index))
@@ -624,6 +798,19 @@ REFUSED = {
     "attributes": (_OfEdges, "GCNConv gets edge weights that the model computes"),
     "learned": (_Learned, "GCNConv gets edge weights that the model computes"),
     "lies": (_Lies, "_DropSAGE computes something else than SAGEConv"),
+    "ptags-eps": (_Learns, "_Scaled computes something else than PTAGSConv"),
+    "shares": (_Shares, "_Shares shares parameters of its first layer with another module (first.lin_l.weight"),
+    "instance": (
+        lambda: nn.Sequential(
+            "x, edge_index",
+            [
+                (nn.GCNConv(12, 8), "x, edge_index -> x"),
+                torch.nn.InstanceNorm1d(8),
+                (nn.GCNConv(8, 4), "x, edge_index -> x"),
+            ],
+        ),
+        "has an InstanceNorm of torch's",
+    ),
     "ptags": (_NotLinear, "_Mixes computes something else than PTAGSConv"),
     "attention": (lambda: nn.GAT(12, 8, num_layers=2, out_channels=4, v2=True), "GATv2Conv is none of the layers"),
     "lstm": (lambda: nn.GraphSAGE(12, 8, num_layers=2, out_channels=4, aggr="lstm"), "aggregates by LSTMAggregation"),
@@ -723,20 +910,39 @@ def test_each_rank_draws_dropout_for_its_columns(
 # -- norms over nodes --------------------------------------------------------------------------------------------------
 
 
+NORMS: dict[str, Any] = {
+    "batch": lambda: torch.nn.BatchNorm1d(8),
+    "graph": lambda: nn.GraphNorm(8),
+    "size": nn.GraphSizeNorm,
+    "inside": torch.nn.Identity,
+}
+
+
 class Normed(torch.nn.Module):
-    def __init__(self, norm: str) -> None:
+    """Two layers and a norm; with ``inside`` the norm is in the first layer's network, with ``jk`` it is no chain."""
+
+    def __init__(self, norm: str, *, jk: bool) -> None:
         super().__init__()
-        self.first, self.second = nn.SAGEConv(7, 8), nn.SAGEConv(8, 4)
-        self.norm = torch.nn.BatchNorm1d(8) if norm == "batch" else nn.GraphNorm(8)
+        inside = nn.MLP([7, 8, 8], norm="batch_norm")
+        self.first = nn.GINConv(inside) if norm == "inside" else nn.SAGEConv(7, 8)
+        self.second, self.norm, self.jk = nn.SAGEConv(8, 4), NORMS[norm](), jk
+        self.lin = torch.nn.Linear(12 if jk else 4, 4)
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        out: Tensor = self.second(self.norm(self.first(x, edge_index)).relu(), edge_index)
+        hidden = self.norm(self.first(x, edge_index)).relu()
+        return self.end(hidden, edge_index, hidden.size(0))
+
+    def end(self, hidden: Tensor, edge_index: Tensor, count: int) -> Tensor:
+        out = self.second(hidden, edge_index)[:count]
+        out = self.lin(torch.cat([hidden[:count], out], dim=1) if self.jk else out)
         return out
 
 
-def _trained_with_norms(rank: int, world_size: int, folder: str, norm: str, one_sided: bool, options: Any) -> Any:
+def _trained_with_norms(
+    rank: int, world_size: int, folder: str, norm: str, jk: bool, one_sided: bool, options: Any
+) -> Any:
     torch.manual_seed(7)
-    net = Normed(norm)
+    net = Normed(norm, jk=jk)
     data = GraphDataModule(
         narrow(7, one_sided=one_sided), partitioner="chunk" if one_sided else "hash",
         batches=NeighborBatches(FAN_OUT, batch_size=13), batch_seed=SEED, cache_dir=Path(folder) / "cache",
@@ -746,10 +952,13 @@ def _trained_with_norms(rank: int, world_size: int, folder: str, norm: str, one_
     return {key: value.clone() for key, value in net.state_dict().items()}, data.shard.owned_id
 
 
-def _with_norms_on_one_process(norm: str, data: Data, owned: list[Tensor]) -> dict[str, Tensor]:
+def _with_norms_on_one_process(norm: str, jk: bool, data: Data, owned: list[Tensor]) -> dict[str, Tensor]:
     """The batches of all ranks at once; the norm sees the rows of hops 0 and 1, which the second layer reads."""
     torch.manual_seed(7)
-    net = Normed(norm).double()
+    net = Normed(norm, jk=jk).double()
+    inside, conv = torch.nn.Identity(), net.first
+    if norm == "inside":
+        inside, conv = net.first.nn, nn.GINConv(torch.nn.Identity())
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01, weight_decay=5e-4)
     csr = CSR.from_coo(data.edge_index[1], data.edge_index[0], num_rows=160, num_cols=160)
     seeds = [nodes[data.train_mask[nodes]] for nodes in owned]
@@ -765,13 +974,13 @@ def _with_norms_on_one_process(norm: str, data: Data, owned: list[Tensor]) -> di
                 batch = _native.sample(csr, chosen, FAN_OUT, replace=False, seed=SEED, epoch=epoch)
                 edge_index = torch.stack([batch.source, batch.target])
                 num_rows = sum(batch.num_nodes[:2])
-                firsts.append(net.first(data.x[batch.node], edge_index)[:num_rows])
+                firsts.append(conv(data.x[batch.node], edge_index)[:num_rows])
                 edges.append(edge_index[:, batch.target < chosen.numel()])
                 sizes.append((num_rows, chosen.numel()))
                 labels.append(data.y[chosen])
-            hidden = net.norm(torch.cat(firsts)).relu().split([rows for rows, _ in sizes])
+            hidden = net.norm(inside(torch.cat(firsts))).relu().split([rows for rows, _ in sizes])
             outs = [
-                net.second(rows, edge_index)[:count]
+                net.end(rows, edge_index, count)
                 for rows, edge_index, (_, count) in zip(hidden, edges, sizes, strict=True)
             ]
             optimizer.zero_grad()
@@ -782,20 +991,23 @@ def _with_norms_on_one_process(norm: str, data: Data, owned: list[Tensor]) -> di
 
 @pytest.mark.parametrize("options", [{}, {"feature_parts": 1}, {"first_weights": "sharded"}], ids=["plain", "f", "own"])
 @pytest.mark.parametrize("one_sided", [False, True], ids=["even", "one-sided"])
-@pytest.mark.parametrize("norm", ["batch", "graph"])
+@pytest.mark.parametrize(
+    ("norm", "jk"),
+    [("batch", False), ("batch", True), ("graph", False), ("size", False), ("inside", False), ("inside", True)],
+)
 def test_norms_take_statistics_over_the_batches_of_all_ranks(
-    norm: str, one_sided: bool, options: dict[str, Any], pool: RankPool, tmp_path: Path
+    norm: str, jk: bool, one_sided: bool, options: dict[str, Any], pool: RankPool, tmp_path: Path
 ) -> None:
-    """Running statistics too, where one rank has no training node."""
-    results = pool.run(_trained_with_norms, 3, str(tmp_path), norm, one_sided, options)
-    expected = _with_norms_on_one_process(norm, narrow(7, one_sided=one_sided), [owned for _, owned in results])
+    """Running statistics too, where one rank has no training node, and where layers are no chain."""
+    results = pool.run(_trained_with_norms, 3, str(tmp_path), norm, jk, one_sided, options)
+    expected = _with_norms_on_one_process(norm, jk, narrow(7, one_sided=one_sided), [owned for _, owned in results])
     for found, _ in results:
         assert_close(found, expected)
 
 
 @pytest.mark.parametrize("one_sided", [False, True], ids=["even", "one-sided"])
 def test_norms_in_a_pipeline_are_alike_on_all_ranks(one_sided: bool, pool: RankPool, tmp_path: Path) -> None:
-    results = pool.run(_trained_with_norms, 3, str(tmp_path), "batch", one_sided, {"pipeline": 3})
+    results = pool.run(_trained_with_norms, 3, str(tmp_path), "batch", False, one_sided, {"pipeline": 3})
     for found, _ in results:
         assert_close(found, results[0][0])
 

@@ -7,8 +7,9 @@ in each layer, unless the model calls ``trim_to_layer``; at usual fan-outs nine 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -86,6 +87,7 @@ class SampledPass(PartPass):
     def __init__(self, hops: SampledHops, rows: Rows, facts: ModelFacts, ranks: Communicator | None = None) -> None:
         super().__init__(rows, facts, Communicator(), None, alone=True)
         self._sampled, self._ranks = hops, ranks
+        self._in_rest = False  # of the first layer
         self._counts: dict[int, int] = {}  # by the number of hops before: rows of all ranks
         self._degrees: Tensor | None = None
 
@@ -99,10 +101,21 @@ class SampledPass(PartPass):
         """The edges of all ranks' batches, by rank."""
         return list(self._sampled.blocks)
 
-    def placed(self, layer: MessagePassing, out: Tensor) -> Tensor:
-        """Count the hops of a layer that was computed elsewhere, and return its output for the rows of this pass."""
+    def placed(self, layer: MessagePassing, rest: Callable[[Any, Tensor], Tensor], total: Tensor) -> Tensor:
+        """Count the hops of a layer whose sum over ranks has come; run its rest, and return the rows of its output.
+
+        Args:
+            layer: The layer.
+            rest: Called with the layer and the total.
+            total: The sum over ranks; this pass needs its first rows.
+        """
         self.begin_module(layer)
         self._hops += self.facts.hops_of.get(id(layer), 1)
+        self._in_rest = True
+        try:
+            out = rest(layer, total[: self._num_computed])
+        finally:
+            self._in_rest = False
         if self.facts.shrinks:
             return out[: self._computed(self._hops)]
         return with_rows(layer, out, (out.size(0),), self.rows.num_rows)
@@ -115,7 +128,17 @@ class SampledPass(PartPass):
     def owned_rows(self, x: Tensor) -> Tensor:
         if self._ranks is None:
             raise AllRowsNeededError
-        return x
+        return x[: self._num_computed]
+
+    @property
+    @override
+    def num_rows(self) -> int:
+        return self._num_computed if self._in_rest else super().num_rows
+
+    @property
+    def _num_computed(self) -> int:
+        """Rows that the last hop computed; where layers are no chain, copies of the first row follow."""
+        return self._computed(self._hops)
 
     @property
     def num_nodes(self) -> int:
@@ -123,7 +146,7 @@ class SampledPass(PartPass):
         if self._ranks is None:
             return self.num_rows
         if self._hops not in self._counts:
-            self._counts[self._hops] = int(self._ranks.gather([float(self.num_rows)]).sum())
+            self._counts[self._hops] = int(self._ranks.gather([float(self._num_computed)]).sum())
         return self._counts[self._hops]
 
     def source_degrees(self, edge_weight: Tensor | None, loop_weight: float | None) -> Tensor:

@@ -50,19 +50,19 @@ class Drawn:
         """
         held, counts, sources, entries = self.topology, list[Tensor](), list[Tensor](), list[Tensor]()
         assert held is not None, "this rank holds all edges"
+        csr = CSR(held.csr.indptr, held.csr.index, held.csr.num_cols)  # so that entries are positions, no ids
         starts = (0, *reversed(ends))
         for hop, fan_out in enumerate(self.fan_out):
             ids = row_id[starts[hop] : starts[hop + 1]]
             key = self.key(row_id[: ends[-1]], hop, epoch)
             rows = held.owners.row_of(ids)
-            count, source, entry = _native.draw(held.csr, rows, ids, fan_out, replace=self.replace, key=key)
+            count, source, entry = _native.draw(csr, rows, ids, fan_out, replace=self.replace, key=key)
             counts.append(count)
             sources.append(held.column_id[source])
             entries.append(entry)
         index = torch.cat(sources).to(torch.int32 if held.owners.num_nodes < 1 << 31 else torch.int64)
         weight = held.values.get("edge_weight")
-        if weight is not None and held.csr.perm is not None:
-            weight = weight[_places(held.csr.perm, torch.cat(entries))]
+        weight = None if weight is None else weight[torch.cat(entries)]
         return InEdges(CSR(_starts(torch.cat(counts)), index, held.owners.num_nodes), row_id, weight, ends=ends)
 
 
@@ -169,12 +169,6 @@ class Pusher:
         incoming = [together.new_empty(count) for count in entries]
         self._communicator.send_and_receive([together] * len(entries), incoming, label)
         return list(incoming)
-
-
-def _places(ids: Tensor, wanted: Tensor) -> Tensor:
-    """Return where some ids lie among distinct ids."""
-    order = ids.argsort()
-    return order[torch.searchsorted(ids[order], wanted)]
 
 
 def _starts(degree: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ def group_sizes(
 ) -> GroupSizes:
     """Return the sizes of groups, the same on all ranks.
 
-    Memory is given to in-edges first, as far as it reaches, and the rest to columns, as in the paper.
+    In-edges get memory first; columns get what is left, as in the paper.
 
     Args:
         shard: This rank's part.
@@ -82,7 +82,7 @@ def _smallest(world_size: int, most: int, bytes_of: Callable[[int], int]) -> int
 def held_columns(shard: Shard, size: int, communicator: Communicator) -> Tensor:
     """Return the columns that this rank holds in groups of ``size``, ``(N, c)``; every rank makes the call.
 
-    Its own are copied, as are those of others, unless they are all that it holds.
+    Copies all columns into new memory, its own too; returns the mapped file if it holds no others.
     """
     columns, width, ranks = shard.columns, shard.x.size(1), communicator.world_size
     assert columns is not None, "the placement is columns"

@@ -25,18 +25,25 @@ class PushedFields(Fields):
         topology: As for :class:`~pygdist.sampler.steps.Fields`, like ``aside``.
         shard: This rank's part.
         aside: See ``topology``.
-        group: The ranks that hold all columns between them, for exchanges of the thread.
+        groups: The ranks that hold all columns between them, for exchanges of the thread, then communicators that are
+            closed with it.
         batches: The kind of batches.
         seed: Seed of all random numbers.
     """
 
     def __init__(
-        self, topology: Topology, shard: Shard, aside: Communicator, group: Communicator, batches: Any, seed: int
+        self,
+        topology: Topology,
+        shard: Shard,
+        aside: Communicator,
+        groups: Sequence[Communicator],
+        batches: Any,
+        seed: int,
     ) -> None:
         super().__init__(topology, None, aside)
-        self._shard, self._group = shard, group
+        self._shard, self._groups = shard, groups
         drawn = Drawn(batches.fan_out, batches.replace, check_seed(seed), topology if topology.is_whole else None)
-        self._pusher = Pusher(shard.num_nodes, group, drawn)
+        self._pusher = Pusher(shard.num_nodes, groups[0], drawn)
 
     @override
     def add_structure(self, batches: Sequence[Data], sampled: Sequence[Sampled], epoch: int) -> None:
@@ -49,5 +56,6 @@ class PushedFields(Fields):
 
     @override
     def close(self) -> None:
-        self._group.close()
+        for one in self._groups:
+            one.close()
         super().close()

@@ -33,6 +33,7 @@ class StandIn:
         self._x, self.edge_weight, self.num_seeds = x, edge_weight, num_seeds
         self.layer: MessagePassing | None = None
         self._rows: list[Tensor] = []  # one for each call of the layer in a pass
+        self._trains = False  # some parameter of the layer before its rest
 
     def is_stub(self, x: Tensor) -> bool:
         """Tell if a layer gets the features."""
@@ -49,7 +50,8 @@ class StandIn:
         weight = layer.get_parameter(cut.weights[0])
         shape, generator = (self._x.size(0), cut.width(layer)), torch.Generator().manual_seed(1)
         rows = torch.randn(shape, generator=generator, dtype=torch.float64).to(weight)
-        self._rows.append(rows.requires_grad_(torch.is_grad_enabled() and weight.requires_grad))
+        self._trains = any(one.requires_grad for one in cut.parameters(layer).values())
+        self._rows.append(rows.requires_grad_(torch.is_grad_enabled() and self._trains))
         return self._rows[-1]
 
     def check(self, model: nn.Module, out: list[Tensor]) -> None:
@@ -68,8 +70,7 @@ class StandIn:
         self._rows = []
         if count > 1:
             raise refused(model, "runs its first layer more than once in a pass, or again in the backward pass")
-        needs_gradient = self.layer is not None and any(one.requires_grad for one in self.layer.parameters())
-        if count and needs_gradient and gradient is None:
+        if count and self._trains and gradient is None:
             raise refused(model, "puts out nothing that has a gradient for its first layer")
 
 
@@ -91,6 +92,14 @@ def cut_for(layer: MessagePassing, shard: Shard) -> Cut:
             f"set the model's in_channels to {width}, or to -1 to take it from the graph"
         )
     return cut
+
+
+def refuse_shared(model: nn.Module, layer: MessagePassing, cut: Cut) -> None:
+    """Refuse a first layer whose weights another module uses too: their gradients have other delays and ranks."""
+    ids = {id(one) for one in cut.parameters(layer).values()}
+    uses = [name for name, one in model.named_parameters(remove_duplicate=False) if id(one) in ids]
+    if len(uses) > sum(isinstance(one, nn.Parameter) for one in cut.parameters(layer).values()):
+        raise refused(model, f"shares parameters of its first layer with another module ({', '.join(uses)})")
 
 
 def bound_arguments(layer: MessagePassing, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -83,21 +83,21 @@ class FirstLayer:
         return transfer
 
     def to_owners(self, parts: Sequence[Tensor], label: str) -> tuple[Transfer, list[Tensor]]:
-        """Begin to send each rank this rank's part of its sum; return what parts of the own one will be in."""
+        """Begin to send each rank this rank's part of its sum; return the buffers for the parts of this rank's sum."""
         mine, here = parts[self.communicator.rank].detach(), self.has_columns[self.communicator.rank]
         incoming = [mine.new_empty(mine.shape if has else (0, *mine.shape[1:])) for has in self.has_columns]
         outgoing = [one.detach().contiguous() if here else one.detach()[:0] for one in parts]
         return self.swap(outgoing, incoming, label), incoming
 
     def to_columns(self, mine: Tensor, shapes: Sequence[torch.Size], label: str) -> tuple[Transfer, list[Tensor]]:
-        """Begin to send a tensor of this rank to all ranks that have columns; return what theirs will be in."""
+        """Begin to send a tensor of this rank to all ranks that have columns; return the buffers for theirs."""
         here = self.has_columns[self.communicator.rank]
         incoming = [mine.new_empty(shape if here else (0, *shape[1:])) for shape in shapes]
         outgoing = [mine if has else mine[:0] for has in self.has_columns]
         return self.swap(outgoing, incoming, label), incoming
 
     def added(self, arrived: Sequence[Tensor], mine: Tensor) -> Tensor:
-        """Add up what ranks that have columns sent, in rank order; ``mine`` stands for this rank's own."""
+        """Add up what ranks that have columns sent, in rank order; ``mine`` is this rank's."""
         arrived = [mine if rank == self.communicator.rank else one for rank, one in enumerate(arrived)]
         first, *others = [one for one, has in zip(arrived, self.has_columns, strict=True) if has] or [mine]
         total = first.clone()  # not the memory of a term
@@ -150,12 +150,15 @@ class Flight:
         first: The layer.
         blocks: The edges of all ranks' batches, by rank.
         lasts: The parameters may change before :meth:`gradients`.
+        trains: :meth:`gradients` will be called.
 
     Attributes:
         gradient: Gradient of this rank's sum, ``(D, H)``, once it is known.
     """
 
-    def __init__(self, first: FirstLayer, blocks: Sequence[InEdges], *, lasts: bool = False) -> None:
+    def __init__(
+        self, first: FirstLayer, blocks: Sequence[InEdges], *, lasts: bool = False, trains: bool = True
+    ) -> None:
         self._first, self._label, self._arrived = first, "", list[Tensor]()
         self._transfer: Transfer | None = None
         self.gradient: Tensor | None = None
@@ -166,7 +169,10 @@ class Flight:
             for name, one in named.items()
         }
         device = self._leaves[cut.weights[0]].device.type
-        with torch.enable_grad(), torch.autocast(device, enabled=False):  # terms are summed in full precision
+        with (
+            torch.set_grad_enabled(trains),
+            torch.autocast(device, enabled=False),
+        ):  # terms are summed in full precision
             prepared = first.prepared(blocks, self._leaves)
             self._parts, self._scores = list[Tensor](), list[Tensor]()
             if cut.scores is not None:

@@ -20,7 +20,8 @@ layer                 gathered columns, and the weight of each               res
                                                                              ``apply_rows``
 ====================  =====================================================  =============================
 
-Rows of features are read where they lie: sources are global ids. Only attention copies those that a batch reads.
+Rows of features are read where they lie: sources are global ids. Attention, dropout, messages of a layer's own, and
+columns in another type than the weights copy the rows that a batch reads.
 """
 
 from pygdist.hops.cuts.cut import Cut, InEdges, products_of

@@ -141,9 +141,19 @@ def products_of(cut: Cut) -> Cut:
     return Cut(cut.weights, (), term, lambda _, total: total, width)
 
 
-def summed(cut: Cut, layer: nn.Module, edges: InEdges, x: Tensor, slices: Sequence[slice]) -> Tensor:
-    """Return what ranks that hold slices of the columns of ``x`` find together, ``(D, H)``, on one process."""
-    parameters = cut.parameters(layer)
+def summed(
+    cut: Cut,
+    layer: nn.Module,
+    edges: InEdges,
+    x: Tensor,
+    slices: Sequence[slice],
+    parameters: Parameters | None = None,
+) -> Tensor:
+    """Return what ranks that hold slices of the columns of ``x`` find together, ``(D, H)``, on one process.
+
+    ``parameters`` are by default those of the layer.
+    """
+    parameters = cut.parameters(layer) if parameters is None else parameters
     by_rank = [(*cut.prepared(layer, edges, x[:, mine].contiguous(), x.dtype), mine) for mine in slices]
     if cut.scores is not None:
         scores = torch.stack([cut.scores(layer, parameters, *one) for one in by_rank]).sum(0)

@@ -18,10 +18,11 @@ from pygdist.nn.ptags import PTAGSConv
 
 def ptags_cut(layer: PTAGSConv) -> Cut | str:
     """Return the cut of a layer, or the reason why there is none."""
-    linear = {name: one for name, one in layer.named_children() if is_linear(one)}
+    # not named_children(), which leaves out a module's second name
+    linear = {name: one for name, one in layer._modules.items() if one is not None and is_linear(one)}
     names = _transforming(layer, linear)
     if not names:
-        return "has a transform that calls none of the layer's linear modules, or more than these on its rows"
+        return "has a transform that calls no Linear of torch or PyG that is an attribute of the layer"
     sends_rows = own_class(layer).message is PTAGSConv.message and reduce_of(layer) is not None
     sends_rows &= own_class(layer).aggregate is PTAGSConv.aggregate and own_class(layer).update is PTAGSConv.update
 

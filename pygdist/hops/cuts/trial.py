@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch_geometric.nn import GATConv, GCNConv, GINConv, GraphConv, MessagePassing, SAGEConv, SGConv, TAGConv
 
 from pygdist.hops.cuts import attention, ptags, sums
@@ -68,19 +69,15 @@ def _find(layer: MessagePassing) -> tuple[Cut | None, str]:
 def _difference(layer: MessagePassing, cut: Cut) -> float:
     """Cut a copy of a layer between two ranks, on a few nodes in float64; return how far it is from the layer.
 
-    It is relative to the largest number. The layer is tried in training too, where a subclass may do something else.
+    Outputs and the gradients of all parameters are compared, relative to their largest number. Parameters are random,
+    as what a subclass adds may do nothing at first; the layer is tried in training too, where it may do something else.
     """
-    plain = copy.deepcopy(layer)
-    plain.__class__ = own_class(layer)
-    forget_local_state(plain)
-    put_local_propagate_back(plain)
-    plain, generator = plain.double(), torch.Generator().manual_seed(0)
-    if isinstance(plain, GATConv):
-        plain.dropout = 0.0  # ranks draw numbers of their own for it
+    plain, generator = _plain(layer), torch.Generator().manual_seed(0)
     width = plain.get_parameter(cut.weights[0]).size(1)
     x = torch.randn(_NODES, width, generator=generator, dtype=torch.float64)
-    source, target = torch.randint(_NODES, (2, _EDGES), generator=generator)
-    target = target.clamp(max=_NODES - 2)  # the last node has no in-edge
+    # distinct edges, as maxima share a gradient among equal rows; the last node has no in-edge
+    chosen = torch.randperm(_NODES * (_NODES - 1), generator=generator)[:_EDGES]
+    source, target = chosen % _NODES, chosen // _NODES
     csr = CSR.from_coo(target, source, num_rows=_NODES, num_cols=_NODES)
     takes_weights = "edge_weight" in inspect.signature(type(plain).forward).parameters
     weights = (None, torch.rand(_EDGES, generator=generator, dtype=torch.float64))[: 1 + takes_weights]
@@ -89,14 +86,65 @@ def _difference(layer: MessagePassing, cut: Cut) -> float:
         sorted_weight = None if weight is None or csr.perm is None else weight[csr.perm]
         edges = InEdges(CSR(csr.indptr, csr.index, _NODES), torch.arange(_NODES), sorted_weight)
         plain.train(training)
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            total = summed(cut, plain, edges, x, slices)
+        # hooks of its own: the layer may be tried inside of an activation checkpoint, which would run it again
+        kept = torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one)
+        with torch.enable_grad(), kept, torch.random.fork_rng(devices=[]):
+            found = _values_of_cut(plain, cut, edges, x, slices)
             torch.manual_seed(0)
-            found = cut.rest(plain, total)
-            torch.manual_seed(0)
-            expected = plain(x, torch.stack([source, target]), *([] if weight is None else [weight]))
-        apart.append((found - expected).abs().max() / max(1.0, float(expected.abs().max())))
+            out = plain(x, torch.stack([source, target]), *([] if weight is None else [weight]))
+            expected = [out.detach(), *_gradients(out, list(plain.parameters()))]
+        apart += [
+            (one - other).abs().max() / max(1.0, float(other.abs().max()))
+            for one, other in zip(found, expected, strict=True)
+            if other.numel()
+        ]
     return float(torch.stack(apart).max())
+
+
+def _plain(layer: MessagePassing) -> MessagePassing:
+    """Return a copy of a layer as it was before it was distributed, in float64, with random parameters."""
+    plain, generator = copy.deepcopy(layer), torch.Generator().manual_seed(1)
+    for module in plain.modules():
+        module.__class__ = own_class(module)
+    forget_local_state(plain)
+    put_local_propagate_back(plain)
+    plain = plain.double()
+    for one in plain.parameters():
+        one.detach().copy_(torch.randn(one.shape, generator=generator, dtype=torch.float64))
+        one.requires_grad_()
+    if isinstance(plain, GATConv):
+        plain.dropout = 0.0  # ranks draw numbers of their own for it
+    return plain
+
+
+def _values_of_cut(
+    plain: MessagePassing, cut: Cut, edges: InEdges, x: Tensor, slices: tuple[slice, slice]
+) -> list[Tensor]:
+    """Return the output of a layer that is cut, and the gradients of its parameters, as ranks find them.
+
+    A rank knows the parameters that the cut names alone: what else its term uses gets no gradient.
+    """
+    leaves = {name: one.detach().requires_grad_(one.requires_grad) for name, one in cut.parameters(plain).items()}
+    total = summed(cut, plain, edges, x, slices, leaves)
+    arrived = total.detach().requires_grad_()
+    torch.manual_seed(0)
+    out = cut.rest(plain, arrived)
+    of_total, *of_rest = _gradients(out, [arrived, *plain.parameters()])
+    of_leaves = _gradients(total, list(leaves.values()), of_total)
+    by_id = {id(one): gradient for one, gradient in zip(plain.parameters(), of_rest, strict=True)}
+    for one, gradient in zip(cut.parameters(plain).values(), of_leaves, strict=True):
+        if id(one) in by_id:  # no buffer
+            by_id[id(one)] = by_id[id(one)] + gradient
+    return [out.detach(), *by_id.values()]
+
+
+def _gradients(out: Tensor, wanted: list[Tensor], weight: Tensor | None = None) -> list[Tensor]:
+    """Return the gradients of a tensor's product with ``weight``, by default half its squares; zeros where none."""
+    of = out.detach() if weight is None else weight
+    asked = [one for one in wanted if one.requires_grad]
+    found = iter(torch.autograd.grad(out, asked, of, allow_unused=True)) if out.requires_grad and asked else iter(())
+    gradients = [next(found, None) if one.requires_grad else None for one in wanted]
+    return [torch.zeros_like(one) if grad is None else grad for one, grad in zip(wanted, gradients, strict=True)]
 
 
 _TRIED = TrialCache(_find)
