@@ -278,7 +278,7 @@ def train(setting: Setting, seed: int, *, work: Path, traces: Path) -> dict[str,
     run: dict[str, Any] = {
         "setting": setting.name, "seed": seed, "fields": _fields(setting), "note": "", "network": setting.network,
         "link_bytes": None, "epochs": [], "scores": [], "val_acc": None, "test_acc": None, "gradient_bytes": 0.0,
-        "expected_epoch_s": None, "planning_s": None, "part_edges": [], "timeline": "",
+        "expected_epoch_s": None, "planning_s": None, "part_edges": [], "timeline": "", "partition_s": None,
         **{figure: [] for figure in _OF_TIMELINE}, **provenance(setting.threads),
     }  # fmt: skip
     with tempfile.TemporaryDirectory(dir=work) as name:
@@ -298,6 +298,8 @@ def _train(run: dict[str, Any], setting: Setting, seed: int, work: Path, folder:
     store = _store(setting, work)
     meta = json.loads((store / "meta.json").read_text())
     run |= {key: meta[key] for key in ("num_nodes", "num_edges")}
+    if _seconds_of(store).is_file():  # missing in a work folder of an older version
+        run["partition_s"] = float(_seconds_of(store).read_text())
     run["part_edges"] = [part["num_edges"] for part in meta["parts"]]
     config = folder / "run.yaml"
     config.write_text(yaml.safe_dump(configuration(setting, seed, store, folder)))
@@ -326,13 +328,20 @@ def _store(setting: Setting, work: Path) -> Path:
         command += [f"--{name}={setting.here(json.dumps(value))}"] if value else []
     for name, value in setting.prepare.items():
         command.append(f"--{name}={value if isinstance(value, str) else json.dumps(value)}")
+    start = time.perf_counter()
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=setting.timeout_s)
     except subprocess.TimeoutExpired as error:
         raise RuntimeError(f"partition: did not end within {setting.timeout_s} s") from error
     if done.returncode:
         raise RuntimeError(f"partition: {_reason(done.returncode, done.stderr)}")
+    _seconds_of(folder).write_text(f"{time.perf_counter() - start:.2f}")
     return folder
+
+
+def _seconds_of(store: Path) -> Path:
+    """Return the file with the seconds in which a store was made."""
+    return store.with_name(f"{store.name}.seconds")
 
 
 def configuration(setting: Setting, seed: int, store: Path, folder: Path) -> dict[str, Any]:
@@ -516,6 +525,7 @@ def row_of(
         "link_bytes_run": _of(statistics.median, [run["link_bytes"] for run in good if run["link_bytes"] is not None]),
         "peak_gib_max": _of(max, [max(ranks) for ranks in peaks]),
         "peak_gib_total": _of(max, [sum(ranks) for ranks in peaks]),
+        "partition_s": last.get("partition_s"),
         "seconds_run": _of(statistics.median, [run["seconds"] for run in good]),
     }  # fmt: skip
     for score in ("val_acc", "test_acc"):

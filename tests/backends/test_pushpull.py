@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,7 @@ def on_ranks(
     data: Data,
     partitioner: str,
     backend: PushPullBackend | str = "pushpull",
+    sees: Sequence[pl.Callback] = (),
     **options: Any,
 ) -> tuple[dict[str, Tensor], list[dict[str, float]], Tensor, dict[str, int]]:
     """Train on the ranks of a pool; the parameters, what was logged, this rank's nodes, and bytes by label."""
@@ -147,7 +149,7 @@ def on_ranks(
         data, partitioner=partitioner, batches=NeighborBatches(FAN_OUT, batch_size=13), batch_seed=SEED,
         cache_dir=Path(folder) / "cache",
     )  # fmt: skip
-    trainer = runs.trainer(rank, world_size, folder, max_epochs=EPOCHS, callbacks=[history, Meter()], **options)
+    trainer = runs.trainer(rank, world_size, folder, max_epochs=EPOCHS, callbacks=[history, Meter(), *sees], **options)
     trainer.fit(NodeClassifier(net, backend=backend), datamodule=module_data)
     assert not [one for one in threading.enumerate() if one.name == "pygdist-batches"]
     state = {key: value.clone() for key, value in net.state_dict().items()}
@@ -463,6 +465,32 @@ def test_a_layer_of_two_hops_before_another(options: dict[str, Any], pool: RankP
         assert_close(found, expected)
 
 
+class _SeesBatches(pl.Callback):
+    """Notes the nodes and edges of a rank's batches."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[Tensor, Tensor]] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        sample = batch.sample
+        self.seen.append((sample.n_id.clone(), sample.edge_index.clone()))
+
+
+def _sampled(rank: int, world_size: int, folder: str, options: dict[str, Any]) -> list[tuple[Tensor, Tensor]]:
+    sees, backend = _SeesBatches(), PushPullBackend(**options)
+    on_ranks(rank, world_size, folder, "GCN", narrow(7), "hash", backend, sees=[sees], limit_val_batches=0)
+    return sees.seen
+
+
+def test_sampled_batches_are_the_same_whoever_holds_the_graph(pool: RankPool, tmp_path: Path) -> None:
+    hashed = pool.run(_sampled, 4, str(tmp_path), {})
+    for size in (2, 1):
+        for found, expected in zip(pool.run(_sampled, 4, str(tmp_path), {"topology_parts": size}), hashed, strict=True):
+            assert len(found) == len(expected) > 3
+            for one, other in zip(found, expected, strict=True):
+                assert all(map(torch.equal, one, other))
+
+
 def _refused_sizes(rank: int, world_size: int, folder: str) -> str:
     with pytest.raises(InputError) as refused:
         _grouped(rank, world_size, folder, "GCN", {"feature_parts": 3}, 1)
@@ -538,7 +566,7 @@ def test_bytes_are_counted_to_the_byte_and_no_feature_travels(pool: RankPool, tm
         assert {label.removesuffix(", lengths") for label in sent} <= others_sent | pushed
 
 
-def test_with_the_whole_topology_rows_alone_are_pushed(pool: RankPool, tmp_path: Path) -> None:
+def test_bytes_with_the_whole_topology_are_those_of_rows(pool: RankPool, tmp_path: Path) -> None:
     """Structure is 4 R + 64 bytes to each other rank of a group."""
     data = narrow(7)
     results = pool.run(_grouped, 4, str(tmp_path), "GraphSAGE", {"topology_parts": 1, "feature_parts": 2}, 1)
@@ -551,7 +579,7 @@ def test_with_the_whole_topology_rows_alone_are_pushed(pool: RankPool, tmp_path:
         assert sent["pull, sums"] == sum(rows * 8 * 8 for rows, _ in other)
 
 
-def test_scores_are_counted_to_the_byte(pool: RankPool, tmp_path: Path) -> None:
+def test_bytes_of_scores_are_counted_to_the_byte(pool: RankPool, tmp_path: Path) -> None:
     """Attention sends scores of U nodes and R rows for each head twice each way, to and from each other rank."""
     data, world_size = narrow(7), 3
     results = pool.run(_without_validation, world_size, str(tmp_path), "averaged", data, "hash")
