@@ -83,22 +83,16 @@ def main() -> int:
     hidden = sorted(set(by_backend["pull"]) & set(by_backend["pushpull"]))
     structure = 4 * (sizes["edges"] + 2 * sizes["rows"]) + 64
     # the last layer's own width counts in no exchange
-    bytes_of = {
-        "pull": {
-            width: sizes["batches"] * (hosts - 1) / hosts * sizes["nodes"] * BYTES * (sizes["features"] + 1)
-            for width in hidden
-        },
-        "pushpull": {
-            width: sizes["batches"] * (hosts - 1) * (structure + 2 * sizes["rows"] * width * BYTES) for width in hidden
-        },
-    }
+    pulled = sizes["batches"] * (hosts - 1) / hosts * sizes["nodes"] * BYTES * (sizes["features"] + 1)
+    pushed = [sizes["batches"] * (hosts - 1) * (structure + 2 * sizes["rows"] * width * BYTES) for width in hidden]
+    bytes_of = {"pull": [pulled] * len(hidden), "pushpull": pushed}
     figures = {
         name: [[float(by_backend[backend][width][name]) for width in hidden] for backend in ("pushpull", "pull")]
         for name in ("sent_bytes", "epoch_s")
     }
     found = {
         "predicted": round(sizes["nodes"] * sizes["features"] / (2 * hosts * sizes["rows"]), 1),
-        "by_parts": crossing(hidden, *(list(bytes_of[one].values()) for one in ("pushpull", "pull"))),
+        "by_parts": crossing(hidden, bytes_of["pushpull"], bytes_of["pull"]),
         "by_bytes": crossing(hidden, *figures["sent_bytes"]),
         "by_seconds": crossing(hidden, *figures["epoch_s"]),
     }
@@ -106,10 +100,10 @@ def main() -> int:
         {
             "hidden": width, "backend": backend, "epoch_s": float(by_backend[backend][width]["epoch_s"]),
             "sent_bytes": float(by_backend[backend][width]["sent_bytes"]),
-            "predicted_bytes": round(bytes_of[backend][width]),
+            "predicted_bytes": round(bytes_of[backend][number]),
             **{name: round(sizes[name], 1) for name in ("nodes", "rows", "edges")}, **found,
         } | provenance(1)
-        for width in hidden
+        for number, width in enumerate(hidden)
         for backend in by_backend
     ]  # fmt: skip
     write(rows, options.out / "crossover.csv")
