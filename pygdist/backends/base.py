@@ -257,7 +257,7 @@ class Backend(ABC):
         """Called in place of the forward pass on a rank whose batch is empty.
 
         Returns:
-            A zero whose backward pass takes part in what the other ranks do; ``None`` if they do nothing together.
+            A zero whose backward pass makes the same exchanges as the other ranks; ``None`` if there are none.
         """
         return None
 

@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 FirstWeights = Literal["gathered", "sharded"]
 
-_ELSEWHERE = "reads the features elsewhere than in its first layer, but no rank has all of a node's"
+_ELSEWHERE = "uses the features outside its first layer, but each rank holds only some columns"
 
 
 class PushPullBackend(SampledBackend):
@@ -64,14 +64,15 @@ class PushPullBackend(SampledBackend):
 
     Ranks form groups of ``topology_parts`` ranks that hold all in-edges between them, and of ``feature_parts`` ranks
     that hold all columns (P3, Sec. 3.4). By default all ranks are one group. In smaller groups each rank holds more
-    copies, which travel once, and sends less. Both numbers divide that of the ranks; neither changes what is computed.
+    copies, which travel once, and sends less. Both must divide the number of ranks. Results do not depend on
+    them, except which features are dropped.
 
     Args:
         pipeline: Batches on their way at once: 1, or 3 as in the paper (Sec. 3.3). With 3, exchanges overlap computing,
-            the first layer's parameters get their gradient two steps late, and an epoch has two steps more; only the
-            end of an epoch can be a place to validate, to save and to stop.
-        cache_gib: Memory of each rank for copies, in GiB: the group sizes that are not given become as small as it
-            allows, ``topology_parts`` first.
+            the first layer's parameters get their gradient two steps late, and an epoch has two steps more; validation,
+            checkpoints and stopping are allowed only at the end of an epoch.
+        cache_gib: Memory of each rank for copies, in GiB; group sizes that are not given are chosen to fit it,
+            ``topology_parts`` first.
         feature_parts: Ranks that hold all columns of the features between them; with 1 no batch leaves its rank.
         topology_parts: Ranks that hold all in-edges between them; with 1 each rank samples alone, and pushes no edges.
         first_weights: With ``gathered`` DDP sums the gradients of the first layer's weights, of which each rank has its
@@ -241,6 +242,11 @@ class PushPullBackend(SampledBackend):
         cut, bound = cut_for(layer, self.shard), bound_arguments(layer, args, kwargs)
         dropped = getattr(bound.get("x"), "dropped", 0.0)
         if trial is not None:
+            if dropped and not layer.training:
+                raise InputError(
+                    "backend 'pushpull': the model drops features in evaluation too; pass training=self.training to "
+                    "dropout"
+                )
             self._drops = max(self._drops, dropped)
             self._weighted = takes_weights(layer, bound, trial.edge_weight)
             rows = trial.rows_for(layer, cut)

@@ -329,7 +329,7 @@ class Communicator(Transport):
         other = Communicator(
             group, timeout_s=self.timeout.total_seconds(), watchdog=self._watchdog, local_rank=self.local_rank
         )
-        other.meter, other.epoch, other._is_quiet, other._first_rank = self.meter, self.epoch, quiet, first
+        other.meter, other._parent, other._is_quiet, other._first_rank = self.meter, self, quiet, first
         other.recorder = None if quiet else self.recorder
         self._apart = [*(one for one in self._apart if not one.is_closed), other]
         return other

@@ -35,24 +35,28 @@ def sum_in_one_round(model: DistributedDataParallel, communicator: Communicator)
     gloo sums in a ring, of :math:`2 (N - 1)` rounds for N ranks, and each round waits in the links' queues behind the
     large messages of exchanges that go on meanwhile: with 4 hosts, 150 ms a step. Sums are added in rank order.
 
-    The sum is awaited within the backward pass, so it must be its last exchange on every rank: DDP puts up to 1 MiB
-    of one type into one bucket.
+    The sum is awaited within the backward pass, so it must be its last exchange on every rank: all gradients must be
+    in one bucket, and no layer may make exchanges in its backward pass after the last gradient is known, as norms may.
 
     Args:
         model: The model.
-        communicator: The ranks, on a process group for these sums alone.
+        communicator: The ranks; the sums get a process group of their own.
 
     Returns:
         False if DDP goes on as it does.
     """
     parameters = [one for name, one in model.module.named_parameters() if _is_reduced(model, name, one)]
-    communicator.meter = TrafficMeter()  # DDP's sums are counted nowhere else
     num_bytes = sum(one.numel() * one.itemsize for one in parameters)
-    fits: bool = num_bytes <= _ONE_BUCKET and num_bytes * (communicator.world_size - 1) <= _MOST_SENT
+    fits: bool = (
+        num_bytes <= min(_ONE_BUCKET, model.bucket_bytes_cap)
+        and num_bytes * (communicator.world_size - 1) <= _MOST_SENT
+    )
     fits = fits and len({one.dtype for one in parameters}) == 1
     if fits:
+        apart = communicator.apart()
+        apart.meter = TrafficMeter()  # DDP's sums are counted nowhere else
         # torch inspects annotations and rejects strings, hence the lambda
-        model.register_comm_hook(communicator, lambda ranks, bucket: _mean(ranks, bucket.buffer()))
+        model.register_comm_hook(apart, lambda ranks, bucket: _mean(ranks, bucket.buffer()))
     return fits
 
 

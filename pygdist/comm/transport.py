@@ -52,7 +52,8 @@ class Transport:
         self.buffers = Buffers()
         self.courier = Courier()
         self.recorder: Recorder | None = None
-        self.epoch = 0
+        self._epoch = 0
+        self._parent: Transport | None = None  # whose epoch it is
         self.check_order = check_order
         self.timeout = datetime.timedelta(seconds=timeout_s)
         if watchdog is None and self.world_size > 1 and self.world_size == dist.get_world_size():
@@ -74,6 +75,15 @@ class Transport:
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), ()  # a process group does not travel: where this is loaded, there is one process
+
+    @property
+    def epoch(self) -> int:
+        """The current epoch, named in errors."""
+        return self._epoch if self._parent is None else self._parent.epoch
+
+    @epoch.setter
+    def epoch(self, number: int) -> None:
+        self._epoch = number
 
     @property
     def group(self) -> dist.ProcessGroup | None:

@@ -96,6 +96,11 @@ def check_sharded(trainer: pl.Trainer, module: nn.Module, weights: ShardedWeight
         InputError: On all ranks, if nothing else trains, which DDP refuses, or a callback averages weights.
     """
     sharded = set(map(id, weights.parameters))
+    if not getattr(module, "automatic_optimization", True):
+        raise InputError(
+            "first_weights='sharded' needs Lightning's automatic optimisation, which clips by a norm over all ranks; "
+            "use first_weights='gathered'"
+        )
     if not any(one.requires_grad and id(one) not in sharded for one in module.parameters()):
         raise InputError(
             "first_weights='sharded': the model trains nothing but the weights of its first layer, and DDP needs a "

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch_geometric.data import Data
@@ -99,6 +98,13 @@ class GraphModule(pl.LightningModule):
         data = self._datamodule()
         self.communicator = self._communicator()
         self._take_off()  # a run that failed left the model distributed
+        if self._holds_old_columns and self.trainer.ckpt_path is None:
+            raise InputError(
+                "the last run of this module failed within an epoch, so it holds outdated values in other ranks' "
+                "columns of the first layer's weights (first_weights='sharded'); make a new module, or give a "
+                "checkpoint (ckpt_path)"
+            )
+        self._holds_old_columns = False
         self._check(data)
         # Lightning converts after it has loaded a checkpoint, so "64-true" would round what it loads
         self.trainer.precision_plugin.convert_module(self.model)
@@ -128,11 +134,12 @@ class GraphModule(pl.LightningModule):
     def _gather_weights(self) -> None:
         """Bring the weights that each rank trains in part; all ranks make the call."""
         weights = self.backend.sharded_weights if self._bound is not None else None
-        if weights is None or self.trainer.state.fn != TrainerFn.FITTING:
+        if weights is None or not self._holds_old_columns:
             return
-        if sys.exc_info()[0] is not None or not getattr(self.trainer.strategy, "is_open", True):
+        failed = self.trainer.state.status == TrainerStatus.INTERRUPTED
+        if failed or not getattr(self.trainer.strategy, "is_open", True):
             raise InputError(
-                "the run has ended or failed, so the ranks cannot bring the columns of their first weights together "
+                "the run has ended or failed, so the ranks cannot gather the first layer's weights "
                 "(first_weights='sharded'); resume from a checkpoint that was saved before"
             )
         weights.gather(self.trainer.optimizers)
@@ -167,12 +174,6 @@ class GraphModule(pl.LightningModule):
 
     @override
     def teardown(self, stage: str) -> None:
-        if self._holds_old_columns:
-            self._holds_old_columns = False
-            rank_zero_warn(
-                "the run ended within an epoch, so the model in this process has old columns of its first weights "
-                "(first_weights='sharded'); load a checkpoint before you use it"
-            )
         self._take_off()
         self.let_go()
 
@@ -301,7 +302,8 @@ class GraphModule(pl.LightningModule):
         self._holds_old_columns = self.backend.sharded_weights is not None
 
     @override
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
         if self.trainer.is_last_batch:  # before callbacks see the end of the epoch
             self._gather_weights()
 

@@ -242,8 +242,10 @@ class GraphDDPStrategy(DDPStrategy):
         if isinstance(self.model, DistributedDataParallel) and self._ddp_comm_hook is None:
             settle_buckets(self.model)
             backend = getattr(self.lightning_module, "backend", None)
-            if backend is not None and backend.abilities.lag and not self.communicator.is_nccl:
-                self.sums_in_one_round = sum_in_one_round(self.model, self.communicator.apart())
+            overlaps = backend is not None and backend.abilities.lag and not backend.runs_idle
+            self.sums_in_one_round = (
+                overlaps and not self.communicator.is_nccl and sum_in_one_round(self.model, self.communicator)
+            )
 
     @override
     def on_train_start(self) -> None:

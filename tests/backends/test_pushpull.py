@@ -95,6 +95,23 @@ class OneWeight(PTAGSGraphSAGE):
         self.fc_self = self.fc_neigh
 
 
+class Weighing(PTAGSGraphSAGE):
+    """Its messages need weights of edges."""
+
+    def message(self, x_j: Tensor, edge_weight: Tensor) -> Tensor:  # type: ignore[override]
+        return edge_weight.view(-1, 1) * x_j
+
+
+class WeighsFirst(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second = Weighing(width, 8), nn.SAGEConv(8, 4)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(x, edge_index, edge_weight), edge_index)
+        return out
+
+
 TWO_LAYERS: dict[str, Any] = {
     "graph-conv": lambda width: (nn.GraphConv(width, 8), nn.GraphConv(8, 4)),
     "SG2": lambda width: (nn.SGConv(width, 8, K=2), nn.SAGEConv(8, 4)),
@@ -121,6 +138,8 @@ def model(name: str, width: int = 12) -> torch.nn.Module:
         first, second = TWO_LAYERS[name](width)
         layers = [(first, "x, edge_index -> x"), torch.nn.ReLU(), (second, "x, edge_index -> x")]
         return nn.Sequential("x, edge_index", layers)
+    if name == "ptags-weights":
+        return WeighsFirst(width)
     if name == "two-hops":
         return TwoHops(width)
     net: torch.nn.Module = getattr(nn, name)(width, 8, num_layers=2, out_channels=4)
@@ -172,6 +191,7 @@ NAMES = [
     "ptags",
     "ptags-squares",
     "ptags-one",
+    "ptags-weights",
 ]
 
 
@@ -704,6 +724,12 @@ class _Drops(_Skips):
         return out
 
 
+class _DropsAlways(_Skips):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.second(self.first(torch.nn.functional.dropout(x), edge_index), edge_index)
+        return out
+
+
 class _Detached(_Skips):
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         out: Tensor = self.second(self.first(x, edge_index).detach(), edge_index)
@@ -812,11 +838,12 @@ class _Breaks(_Skips):
         return out
 
 
-ELSEWHERE = "reads the features elsewhere than in its first layer"
+ELSEWHERE = "uses the features outside its first layer"
 REFUSED = {
     "skips": (_Skips, f"_Skips {ELSEWHERE}"),
     "hides-nan": (_HidesNan, f"_HidesNan {ELSEWHERE}"),
     "encoded": (_Encoded, f"_Encoded {ELSEWHERE}"),
+    "drops-always": (_DropsAlways, "drops features in evaluation too"),
     "drops": (_Drops, "drops elements of the features twice"),
     "two": (_Two, "SAGEConv and SAGEConv both get the features"),
     "doubled": (_Doubled, "_Doubled runs its first layer more than once in a pass"),
@@ -846,7 +873,7 @@ REFUSED = {
     "width": (lambda: nn.GCN(16, 8, num_layers=2, out_channels=4), "graph's 12 features per node, as GCNConv takes 16"),
     "breaks": (_Breaks, "_Breaks ends with RuntimeError: mat1 and mat2 shapes"),
 }
-NO_PULL = ("drops", "hops", "width", "breaks")
+NO_PULL = ("drops", "drops-always", "hops", "width", "breaks")
 
 
 def _refused(rank: int, world_size: int, folder: str, name: str) -> str:
@@ -880,7 +907,7 @@ class Dropped(torch.nn.Module):
         self.drawn = drawn
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        x = x if self.drawn else self.drop(x)
+        x = x if self.drawn else self.drop(x).detach()[:]
         out: Tensor = self.second(self.first(x, edge_index).relu(), edge_index)
         return out
 
@@ -943,6 +970,7 @@ NORMS: dict[str, Any] = {
     "graph": lambda: nn.GraphNorm(8),
     "size": nn.GraphSizeNorm,
     "inside": torch.nn.Identity,
+    "no-bias": lambda: torch.nn.BatchNorm1d(8),
 }
 
 
@@ -952,7 +980,7 @@ class Normed(torch.nn.Module):
     def __init__(self, norm: str, *, jk: bool) -> None:
         super().__init__()
         inside = nn.MLP([7, 8, 8], norm="batch_norm")
-        self.first = nn.GINConv(inside) if norm == "inside" else nn.SAGEConv(7, 8)
+        self.first = nn.GINConv(inside) if norm == "inside" else nn.SAGEConv(7, 8, bias=norm != "no-bias")
         self.second, self.norm, self.jk = nn.SAGEConv(8, 4), NORMS[norm](), jk
         self.lin = torch.nn.Linear(12 if jk else 4, 4)
 
@@ -1033,9 +1061,10 @@ def test_norms_take_statistics_over_the_batches_of_all_ranks(
         assert_close(found, expected)
 
 
+@pytest.mark.parametrize("norm", ["batch", "no-bias", "inside"])
 @pytest.mark.parametrize("one_sided", [False, True], ids=["even", "one-sided"])
-def test_norms_in_a_pipeline_are_alike_on_all_ranks(one_sided: bool, pool: RankPool, tmp_path: Path) -> None:
-    results = pool.run(_trained_with_norms, 3, str(tmp_path), "batch", False, one_sided, {"pipeline": 3})
+def test_norms_in_a_pipeline_are_alike_on_all_ranks(norm: str, one_sided: bool, pool: RankPool, tmp_path: Path) -> None:
+    results = pool.run(_trained_with_norms, 3, str(tmp_path), norm, False, one_sided, {"pipeline": 3})
     for found, _ in results:
         assert_close(found, results[0][0])
 

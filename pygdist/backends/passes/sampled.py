@@ -71,7 +71,7 @@ SAMPLED_HOPS = Slot[SampledHops]("sampled hops")
 
 
 class SampledPass(PartPass):
-    """A pass over a sampled neighbourhood, in which no other rank takes part.
+    """A pass over a sampled neighbourhood, in which no other rank takes part, unless norms ask all ranks.
 
     Args:
         hops: The neighbourhood.
@@ -142,9 +142,11 @@ class SampledPass(PartPass):
 
     @property
     def num_nodes(self) -> int:
-        """Number of rows that all ranks compute now; every rank asks."""
+        """Rows that the last hop computed, summed over ranks. Every rank makes the call."""
         if self._ranks is None:
             return self.num_rows
+        if len(self._sampled.blocks) == self._ranks.world_size:  # their sizes came with them
+            return sum(one.rows_after(min(self._hops, len(one.ends))) for one in self._sampled.blocks)
         if self._hops not in self._counts:
             self._counts[self._hops] = int(self._ranks.gather([float(self._num_computed)]).sum())
         return self._counts[self._hops]

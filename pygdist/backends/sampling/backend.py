@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class SampledBackend(RecomputingBackend):
-    """Run a model on mini-batches that are sampled across ranks; a pass over one exchanges nothing by itself."""
+    """Run a model on mini-batches that are sampled across ranks; hops exchange nothing."""
 
     abilities = Abilities(
         exact=False,
@@ -172,7 +172,7 @@ class SampledBackend(RecomputingBackend):
         running = self._running()
         return running.source_degrees(edge_weight, loop_weight) if isinstance(running, SampledPass) else None
 
-    # -- no other rank takes part in a pass ----------------------------------------------------------------------------
+    # -- no other rank takes part in a hop -----------------------------------------------------------------------------
 
     @property
     @override

@@ -95,7 +95,7 @@ def cut_for(layer: MessagePassing, shard: Shard) -> Cut:
 
 
 def refuse_shared(model: nn.Module, layer: MessagePassing, cut: Cut) -> None:
-    """Refuse a first layer whose weights another module uses too: their gradients have other delays and ranks."""
+    """Refuse a first layer whose weights another module uses: that use would get gradients at another step."""
     ids = {id(one) for one in cut.parameters(layer).values()}
     uses = [name for name, one in model.named_parameters(remove_duplicate=False) if id(one) in ids]
     if len(uses) > sum(isinstance(one, nn.Parameter) for one in cut.parameters(layer).values()):

@@ -194,8 +194,8 @@ class Flight:
 
     def post_terms(self) -> None:
         """Send each rank its term."""
-        self._transfer, self._arrived = self._first.to_owners(self._terms, "pull, sums")
         self._label = "pull, sums"
+        self._transfer, self._arrived = self._first.to_owners(self._terms, self._label)
 
     def total(self) -> Tensor:
         """Wait for the terms of this rank's batch and return their sum, in rank order."""

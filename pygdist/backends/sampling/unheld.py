@@ -41,7 +41,10 @@ class UnheldRows(Tensor):
         if func is functional.dropout and isinstance(args[0], cls):
             return _after_dropout(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            out = func(*args, **(kwargs or {}))
+        dropped = max((one.dropped for one in args if isinstance(one, cls)), default=0.0)
+        # a view of dropped rows is not the features as they were
+        return cls.of(out, dropped) if dropped and type(out) is Tensor and out.dim() == 2 else out
 
 
 def _after_dropout(x: UnheldRows, p: float = 0.5, training: bool = True, inplace: bool = False) -> UnheldRows:

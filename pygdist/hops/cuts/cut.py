@@ -24,7 +24,7 @@ class InEdges:
         source_degree: In-degrees of the edges' sources as the layer counts them, ``(E,)``; by default sources have the
             in-edges that are here.
         ends: Number of leading rows that can be computed after 1, 2, ... hops; by default all, after any.
-        key: Chooses random numbers, alike on all ranks.
+        key: Seed of this batch's dropout; equal on all ranks. It follows from ``batch_seed``, the epoch and the seeds.
         scores: Scores of nodes, summed over ranks, as :attr:`Cut.scores` returns them.
     """
 
