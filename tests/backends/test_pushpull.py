@@ -947,11 +947,10 @@ def test_each_rank_draws_dropout_for_its_columns(
                 order = ShuffledOrder(nodes.numel(), SEED, shuffle=True).of(epoch)
                 chosen = nodes[order[step * nodes.numel() // steps : (step + 1) * nodes.numel() // steps]]
                 batch = _native.sample(csr, chosen, FAN_OUT, replace=False, seed=SEED, epoch=epoch)
-                key, (ids, place) = _native.hop_key(chosen, 2, seed=SEED, epoch=epoch), batch.node.sort()
-                rows = [data.x[ids][:, one] for one in slices]
+                key = _native.hop_key(chosen, 2, seed=SEED, epoch=epoch)
+                rows = [data.x[batch.node][:, one] for one in slices]
                 kept = [kept_share(one, 0.6, key + 1 + at.start) for one, at in zip(rows, slices, strict=True)]
-                x = torch.empty(ids.numel(), 7, dtype=torch.float64)
-                x[place] = torch.cat([one * other for one, other in zip(rows, kept, strict=True)], dim=1)
+                x = torch.cat([one * other for one, other in zip(rows, kept, strict=True)], dim=1)
                 out = net(x, torch.stack([batch.source, batch.target]))[: chosen.numel()]
                 total = total + cross_entropy(out, data.y[chosen], reduction="sum")
                 count += chosen.numel()

@@ -12,7 +12,9 @@ from torch_geometric import nn
 from pygdist.hops.cuts import InEdges, cut_of
 from pygdist.hops.cuts.cut import summed
 from pygdist.kernels import CSR
+from tests.kernels.oracle import needs_library
 
+pytestmark = needs_library
 NODES, ROWS, WIDTH = 30, 12, 7
 
 LAYERS = {

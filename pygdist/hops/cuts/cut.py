@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pygdist.kernels import CSR
+from pygdist.sampler._native import place
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,15 +47,14 @@ class InEdges:
         return self.ends[num_hops - 1] if self.ends else self.num_rows
 
     def compact(self) -> tuple[InEdges, Tensor]:
-        """Number the nodes that edges and rows name in ascending order of their ids, alike on all ranks.
+        """Number the nodes of edges and rows: rows first, then sources in the order of the edges, as batches do.
 
         Returns:
             The edges with these numbers in place of global ids, and the ids, ``(U,)`` int64.
         """
-        index = self.csr.index
-        ids, place = torch.cat([index.long(), self.row_id]).unique(return_inverse=True)
-        local, row_id = place.split([index.numel(), self.num_rows])
-        return replace(self, csr=CSR(self.csr.indptr, local.to(torch.int32), ids.numel()), row_id=row_id), ids
+        ids, local = place(self.row_id, self.csr.index.long())
+        csr = CSR(self.csr.indptr, local.to(torch.int32), ids.numel())
+        return replace(self, csr=csr, row_id=torch.arange(self.num_rows)), ids
 
 
 Parameters = Mapping[str, Tensor]

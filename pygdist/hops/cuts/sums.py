@@ -16,6 +16,7 @@ from pygdist.hops.cuts.cut import Cut, InEdges, Parameters, Term, plus
 from pygdist.hops.kept import Kept
 from pygdist.hops.layer import is_linear, layer_name, own_class
 from pygdist.kernels import CSR, spmm
+from pygdist.sampler._native import place
 
 _REDUCES = {SumAggregation: "sum", MeanAggregation: "mean", MaxAggregation: "max"}
 Gather = Callable[[Any, Parameters, InEdges, Tensor], list[Tensor]]
@@ -133,8 +134,7 @@ def _leading(csr: CSR, num_rows: int) -> CSR:
 
 def _rows_of(edges: InEdges, ids: Tensor) -> Tensor:
     """Return the rows of nodes, which are all rows here, by their ids."""
-    order = edges.row_id.argsort()
-    return order[torch.searchsorted(edges.row_id[order], ids.long())].to(torch.int32)
+    return place(edges.row_id, ids.long())[1].to(torch.int32)
 
 
 def _sum(csr: CSR, rows: Tensor, weight: Tensor | None, loop_weight: Tensor | None, own: Tensor) -> Tensor:
@@ -150,20 +150,23 @@ def _normalised(layer: GCNConv, edges: InEdges, columns: Tensor) -> Tensor:
 
 def _normalised_weights(layer: Any, edges: InEdges, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Return the weights that ``gcn_norm`` gives edges, and the self-loops that it adds."""
-    row = edges.csr.row_index().long()
     weight, loop_weight = _with_loops(layer, edges, dtype)
-    degree = _degrees(layer, edges, dtype)
+    degree = _sums(edges, weight, loop_weight)
     source_degree = edges.source_degree
     if source_degree is None:  # the other nodes of a sampled neighbourhood have no in-edge but the loop
         fill = 0.0 if loop_weight is None else _fill(layer, edges)
         source_degree = _at_sources(edges, degree, fill)
     scale, source_scale = (_inverse_root(one.to(dtype)) for one in (degree, source_degree))
-    return source_scale * weight * scale[row], None if loop_weight is None else scale * scale * loop_weight
+    row_scale = scale.repeat_interleave(edges.csr.indptr.diff())
+    return source_scale * weight * row_scale, None if loop_weight is None else scale * scale * loop_weight
 
 
 def _degrees(layer: Any, edges: InEdges, dtype: torch.dtype) -> Tensor:
     """In-degrees of rows, with weights and with the self-loops that the layer adds."""
-    weight, loop_weight = _with_loops(layer, edges, dtype)
+    return _sums(edges, *_with_loops(layer, edges, dtype))
+
+
+def _sums(edges: InEdges, weight: Tensor, loop_weight: Tensor | None) -> Tensor:
     degree = torch.segment_reduce(weight, "sum", offsets=edges.csr.indptr, initial=0)
     return degree if loop_weight is None else degree + loop_weight
 
@@ -188,13 +191,10 @@ def _with_loops(layer: Any, edges: InEdges, dtype: torch.dtype) -> tuple[Tensor,
 
 def _at_sources(edges: InEdges, value: Tensor, other: float) -> Tensor:
     """Look up values of rows at the sources of edges; ``other`` for sources that are no rows here."""
-    order = edges.row_id.argsort()
-    ids = edges.row_id[order]
-    if not ids.numel():
+    if not edges.num_rows:
         return value.new_full((edges.csr.num_entries,), other)
-    place = torch.searchsorted(ids, edges.csr.index.long()).clamp(max=ids.numel() - 1)
-    is_row = ids[place] == edges.csr.index
-    return torch.where(is_row, value[order[place]], other)
+    ids, local = place(edges.row_id, edges.csr.index.long())
+    return torch.cat([value, value.new_full((ids.numel() - edges.num_rows,), other)])[local]
 
 
 def _inverse_root(degree: Tensor) -> Tensor:
