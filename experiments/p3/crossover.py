@@ -29,6 +29,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     cli = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     cli.add_argument("--figures", type=Path, default=Path(__file__).parent / "results" / "hidden.csv")
+    cli.add_argument("--scale", type=float, help="scale of the graph that is sampled, instead of the table's")
     cli.add_argument("--out", type=Path, default=Path("figures"))
     return cli
 
@@ -76,6 +77,7 @@ def main() -> int:
     first = measured[0]
     chosen = json.loads(first["fit"])["data"]["batches"]["init_args"]
     hosts, args = int(first["ranks"]), json.loads(first["graph_args"] or "{}")
+    args |= {} if options.scale is None else {"scale": options.scale}
     sizes = sampled(first["graph"], args, chosen["fan_out"], chosen["batch_size"], hosts)
     by_backend: dict[str, dict[int, dict[str, str]]] = {"pull": {}, "pushpull": {}}
     for row in measured:

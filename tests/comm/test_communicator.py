@@ -356,3 +356,22 @@ def test_different_sums_do_not_meet(widths: tuple[int, ...]) -> None:
         assert said.startswith("the ranks make different calls: ")
         assert "rank 0 waits in epoch 0, exchange 1 (norm of layer 2" in said
         assert "rank 1 waits in epoch 0, exchange 1 (norm of layer 1" in said
+
+
+def _in_groups(rank: int, world_size: int) -> None:
+    communicator = Communicator(dist.new_group())
+    part, alone = communicator.split(2), communicator.split(1)
+    first = rank - rank % 2
+    assert (part.rank, part.world_size, alone.world_size) == (rank % 2, 2, 1)
+    assert part.gather([float(rank)])[:, 0].tolist() == [first, first + 1]
+    assert communicator.gather([float(rank)])[:, 0].tolist() == list(range(world_size))
+    communicator.epoch = 5
+    assert part.epoch == 5
+    assert f"rank {rank}, epoch 5" in str(part.lost("rows", RuntimeError("gone"), peer=1 - part.rank))
+    assert f"with rank {first + 1 - rank % 2}" in str(part.lost("rows", RuntimeError("gone"), peer=1 - part.rank))
+    communicator.close()
+    assert part.is_closed
+
+
+def test_groups_of_neighbours_exchange_and_are_named_by_all_ranks(pool: RankPool) -> None:
+    pool.run(_in_groups, 4)

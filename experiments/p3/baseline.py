@@ -1,6 +1,6 @@
-"""A mini-batch baseline (NeutronTP, Table 2): PyG's NeighborLoader on each host, features fetched from their owners.
+"""A mini-batch script of one's own: PyG's NeighborLoader on each host, features fetched from their owners.
 
-    python -m experiments.neutrontp.minibatch --out figures
+    python -m experiments.p3.baseline --out figures
 
 Every host holds the edges of the whole graph, which DistDGL's samplers reach too, and the features of its own nodes.
 Batches start from the host's own training nodes; the features of sampled nodes come from their owners, batch by batch.
@@ -180,7 +180,7 @@ def measure(name: str, fan_out: str, options: argparse.Namespace) -> dict[str, A
             "hidden": graph["hidden"],
             "classes": graph["classes"],
         }
-        command = [sys.executable, "-m", "experiments.neutrontp.minibatch", "--worker", json.dumps(wanted)]
+        command = [sys.executable, "-m", "experiments.p3.baseline", "--worker", json.dumps(wanted)]
         outcomes = cluster.run(command, timeout=1800)
     failed = next((one for one in outcomes if one.code and not one.waited), None)
     if failed is not None:
@@ -213,7 +213,7 @@ def main() -> int:
     rows = []
     for name, fan_out in itertools.product(options.graphs, options.fan_outs):
         rows.append({**dict.fromkeys(COLUMNS, ""), **measure(name, fan_out, options)})
-        write(rows, options.out / "minibatch.csv")
+        write(rows, options.out / "baseline.csv")
         print(f"{name}, {fan_out}: {rows[-1]['note'] or rows[-1]['epoch_s']}", flush=True)
     show([{column: row[column] for column in COLUMNS} for row in rows], "Mini-batches")
     return SOME_FAILED if any(row["note"] for row in rows) else 0
