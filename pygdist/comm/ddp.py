@@ -33,7 +33,7 @@ def sum_in_one_round(model: DistributedDataParallel, communicator: Communicator)
     """Let all ranks send their gradients to all others at once, if these are small; every rank makes the call.
 
     gloo sums in a ring, of :math:`2 (N - 1)` rounds for N ranks, and each round waits in the links' queues behind the
-    large messages of exchanges that go on meanwhile: with 4 hosts, 150 ms a step. Sums are added in rank order.
+    large messages of exchanges that go on meanwhile. Sums are added in rank order.
 
     The sum is awaited within the backward pass, so it must be its last exchange on every rank: all gradients must be
     in one bucket, and no layer may make exchanges in its backward pass after the last gradient is known, as norms may.

@@ -287,9 +287,8 @@ class GraphModule(pl.LightningModule):
     @override
     def on_train_start(self) -> None:
         self.communicator.epoch = self.current_epoch  # a run that resumes within an epoch does not start one
-        if (weights := self.backend.sharded_weights) is not None:
+        if self.backend.sharded_weights is not None:
             check_elementwise(self.trainer.optimizers)
-            weights.share()
 
     @override
     def on_train_epoch_start(self) -> None:

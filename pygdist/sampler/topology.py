@@ -54,8 +54,7 @@ class Topology:
             owners = NodeOwners.of(shard.owned_id, shard.num_nodes, communicator)
             csr = CSR(csr.indptr, csr.index, csr.num_cols, shard.e_id if names else None)
             return cls(csr, shard.n_id, owners, communicator, values, shard.num_edges)
-        each = communicator.world_size // num_parts  # parts that a rank holds
-        holds = [peer % num_parts == communicator.rank // each for peer in range(communicator.world_size)]
+        holds = holders(communicator.rank, num_parts, communicator.world_size)
 
         def copies(mine: Tensor, label: str) -> Tensor:
             sent = [mine if holds_mine else mine[:0] for holds_mine in holds]
@@ -97,6 +96,11 @@ class Topology:
     def close(self) -> None:
         """Close the group, if it is not that of all ranks."""
         self.communicator.close()
+
+
+def holders(rank: int, size: int, num_ranks: int) -> list[bool]:
+    """Tell for each rank if it holds the part of ``rank``, where groups of ``size`` ranks hold all parts."""
+    return [other % size == rank // (num_ranks // size) for other in range(num_ranks)]
 
 
 def _runs(lengths: Tensor, order: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from pygdist.comm import Communicator
 from pygdist.comm.slices import columns_of
 from pygdist.errors import InputError
 from pygdist.graph import Shard
+from pygdist.sampler.topology import holders
 
 _ROWS = 1 << 18  # at a time
 
@@ -88,8 +89,7 @@ def held_columns(shard: Shard, size: int, communicator: Communicator) -> Tensor:
     assert columns is not None, "the placement is columns"
     if size == ranks:
         return columns
-    each = ranks // size  # parts that a rank holds
-    holds = [peer % size == communicator.rank // each for peer in range(ranks)]
+    holds = holders(communicator.rank, size, ranks)
     mine = columns_of(width, communicator.rank % size, size)
     slices = [columns_of(width, rank, ranks) for rank in range(ranks)]
     comes = [one.start >= mine.start and one.stop <= mine.stop and one.stop > one.start for one in slices]

@@ -112,14 +112,15 @@ class FirstLayer:
             parts: This rank's part for each batch.
             label: Names the exchange.
         """
-        mine = parts[self.communicator.rank].detach()
-        self.communicator.begin_wait(label)
+        communicator, mine = self.communicator, parts[self.communicator.rank].detach()
         transfer, arrived = self.to_owners(parts, f"pull, {label}")
+        communicator.begin_wait(f"pull, {label}")  # after the posting, which tells that nobody waits
         transfer.finish()
         total = self.added(arrived, mine)
         transfer, totals = self.to_columns(total, [one.shape for one in parts], f"push, {label}")
+        communicator.begin_wait(f"push, {label}")
         transfer.finish()
-        totals[self.communicator.rank] = total
+        totals[communicator.rank] = total
         return totals
 
     def total(self, blocks: Sequence[InEdges]) -> Tensor:
@@ -169,10 +170,8 @@ class Flight:
             for name, one in named.items()
         }
         device = self._leaves[cut.weights[0]].device.type
-        with (
-            torch.set_grad_enabled(trains),
-            torch.autocast(device, enabled=False),
-        ):  # terms are summed in full precision
+        # terms are summed in full precision
+        with torch.set_grad_enabled(trains), torch.autocast(device, enabled=False):
             prepared = first.prepared(blocks, self._leaves)
             self._parts, self._scores = list[Tensor](), list[Tensor]()
             if cut.scores is not None:
@@ -181,14 +180,12 @@ class Flight:
                 self._scores = [
                     total.requires_grad_(part.requires_grad) for part, total in zip(self._parts, totals, strict=True)
                 ]
-                known = (
-                    self._scores
-                    if first.has_columns[first.communicator.rank]
-                    else [one.detach() for one in self._parts]
-                )
+                # a rank without columns gets no sums, and its terms are zeros whatever the scores
+                here = first.has_columns[first.communicator.rank]
+                scores_here = self._scores if here else [one.detach() for one in self._parts]
                 prepared = [
                     (replace(edges, scores=scores), columns)
-                    for (edges, columns), scores in zip(prepared, known, strict=True)
+                    for (edges, columns), scores in zip(prepared, scores_here, strict=True)
                 ]
             self._terms = [cut.term(layer, self._leaves, *one, first.mine) for one in prepared]
 
@@ -215,8 +212,8 @@ class Flight:
         grads, self._arrived = self._arrived, []
         grads[self._first.communicator.rank] = self.gradient
         leaves = list(self._leaves.values())
-        found = _gradients(self._terms, grads, [*leaves, *self._scores])
-        by_leaf, of_scores = found[: len(leaves)], found[len(leaves) :]
+        gradients = _gradients(self._terms, grads, [*leaves, *self._scores])
+        by_leaf, of_scores = gradients[: len(leaves)], gradients[len(leaves) :]
         if of_scores:
             parts = [
                 torch.zeros_like(one) if grad is None else grad
@@ -259,8 +256,8 @@ def _gradients(outs: list[Tensor], grads: list[Tensor], wanted: list[Tensor]) ->
     if not (graded and asked):
         return [None] * len(wanted)
     outs_of, grads_of = zip(*graded, strict=True)
-    found = iter(torch.autograd.grad(outs_of, asked, grads_of, allow_unused=True))
-    return [next(found) if one.requires_grad else None for one in wanted]
+    gradients = iter(torch.autograd.grad(outs_of, asked, grads_of, allow_unused=True))
+    return [next(gradients) if one.requires_grad else None for one in wanted]
 
 
 class _Total(Function):

@@ -28,13 +28,13 @@ def ptags_cut(layer: PTAGSConv) -> Cut | str:
 
     def term(layer: PTAGSConv, parameters: Parameters, edges: InEdges, columns: Tensor, mine: slice) -> Tensor:
         twin = _with_weights(layer, {name: parameters[f"{name}.weight"][:, mine] for name in names})
-        own = columns[edges.row_id]
+        rows = columns[edges.row_id]
         if sends_rows:
-            return twin.transform(own, spmm(edges.csr, columns, reduce=reduce_of(layer)))  # type: ignore[arg-type]
+            return twin.transform(rows, spmm(edges.csr, columns, reduce=reduce_of(layer)))  # type: ignore[arg-type]
         edge_index = torch.stack([edges.csr.index.long(), edges.csr.row_index().long()])
         size = columns.size(0), edges.num_rows
-        aggregated = twin.propagate(edge_index, x=(columns, own), edge_weight=edges.weight, size=size)
-        return twin.transform(own, aggregated)
+        aggregated = twin.propagate(edge_index, x=(columns, rows), edge_weight=edges.weight, size=size)
+        return twin.transform(rows, aggregated)
 
     def rest(layer: PTAGSConv, total: Tensor) -> Tensor:
         return layer.apply_rows(total + _offset(layer, names, total))

@@ -226,8 +226,8 @@ def _neighbours_and_self(layer: Any, neighbours: str, root: str | None, *, weigh
         return "has other linear modules than PyG's"
 
     def gather(layer: Any, _: Parameters, edges: InEdges, columns: Tensor) -> list[Tensor]:
-        own = [] if root is None else [columns[edges.row_id]]
-        return [spmm(edges.csr, columns, edges.weight if weighted else None, cast(Any, reduce)), *own]
+        rows = [] if root is None else [columns[edges.row_id]]
+        return [spmm(edges.csr, columns, edges.weight if weighted else None, cast(Any, reduce)), *rows]
 
     def rest(layer: Any, total: Tensor) -> Tensor:
         out = plus(total, *(getattr(layer, name).bias for name in lins))

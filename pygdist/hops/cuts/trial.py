@@ -87,19 +87,19 @@ def _difference(layer: MessagePassing, cut: Cut) -> float:
         edges = InEdges(CSR(csr.indptr, csr.index, _NODES), torch.arange(_NODES), sorted_weight)
         plain.train(training)
         # hooks of its own: the layer may be tried inside of an activation checkpoint, which would run it again
-        kept = torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one)
-        with torch.enable_grad(), kept, torch.random.fork_rng(devices=[]):
+        no_hooks = torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one)
+        with torch.enable_grad(), no_hooks, torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             try:
                 out = plain(x, torch.stack([source, target]), *([] if weight is None else [weight]))
             except Exception as error:  # a layer may need weights, or take none
                 failures.append(error)
                 continue
-            found = _values_of_cut(plain, cut, edges, x, slices)
+            of_cut = _values_of_cut(plain, cut, edges, x, slices)
             expected = [out.detach(), *_gradients(out, list(plain.parameters()))]
         apart += [
             (one - other).abs().max() / max(1.0, float(other.abs().max()))
-            for one, other in zip(found, expected, strict=True)
+            for one, other in zip(of_cut, expected, strict=True)
             if other.numel()
         ]
     if not apart:
@@ -148,8 +148,8 @@ def _gradients(out: Tensor, wanted: list[Tensor], weight: Tensor | None = None) 
     """Return the gradients of a tensor's product with ``weight``, by default half its squares; zeros where none."""
     of = out.detach() if weight is None else weight
     asked = [one for one in wanted if one.requires_grad]
-    found = iter(torch.autograd.grad(out, asked, of, allow_unused=True)) if out.requires_grad and asked else iter(())
-    gradients = [next(found, None) if one.requires_grad else None for one in wanted]
+    graded = iter(torch.autograd.grad(out, asked, of, allow_unused=True)) if out.requires_grad and asked else iter(())
+    gradients = [next(graded, None) if one.requires_grad else None for one in wanted]
     return [torch.zeros_like(one) if grad is None else grad for one, grad in zip(wanted, gradients, strict=True)]
 
 
