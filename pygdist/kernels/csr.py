@@ -134,8 +134,13 @@ class CSR:
 
 def pointers(row: Tensor, num_rows: int) -> Tensor:
     """Return ``indptr``, ``(num_rows + 1,)`` int64, from the row of each entry."""
-    indptr = torch.zeros(num_rows + 1, dtype=torch.int64, device=row.device)
-    torch.cumsum(torch.bincount(row, minlength=num_rows), dim=0, out=indptr[1:])
+    return pointers_of(torch.bincount(row, minlength=num_rows))
+
+
+def pointers_of(lengths: Tensor) -> Tensor:
+    """Return ``indptr``, ``(num_rows + 1,)`` int64, from the number of entries of each row."""
+    indptr = torch.zeros(lengths.numel() + 1, dtype=torch.int64, device=lengths.device)
+    torch.cumsum(lengths, dim=0, out=indptr[1:])
     return indptr
 
 

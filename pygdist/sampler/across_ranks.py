@@ -14,7 +14,9 @@ from torch import Tensor
 
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
+from pygdist.graph.neighbourhood import ranges
 from pygdist.kernels import CSR
+from pygdist.kernels.csr import narrowest
 from pygdist.native import library
 from pygdist.sampler import _native
 from pygdist.sampler._native import Sampled
@@ -73,7 +75,7 @@ class DistributedNeighborSampler:
         if not communicator.are_alike([csr.perm is not None, replace, *self.num_neighbors]):
             raise InputError("ranks must sample alike: edge ids, fan-outs or replace are not equal")
         self._csr, self._column_id, self._owners, self._communicator = csr, column_id, owners, communicator
-        self._ids = torch.int32 if owners.num_nodes < 1 << 31 and csr.perm is None else torch.int64
+        self._ids = narrowest(owners.num_nodes) if csr.perm is None else torch.int64
 
     def sample(self, seeds: Tensor, *, epoch: int) -> Sampled:
         """Sample the neighbourhood of this rank's seed nodes, while others sample theirs.
@@ -195,6 +197,5 @@ def _ungrouped(grouped: Tensor, count: Tensor, source: Tensor, edge: Tensor) -> 
     start[grouped] = count.cumsum(0) - count
     ordered = torch.empty_like(count)
     ordered[grouped] = count
-    before = ordered.cumsum(0) - ordered
-    take = torch.repeat_interleave(start - before, ordered) + torch.arange(source.numel())
+    take = ranges(start, ordered)
     return ordered, source[take], edge[take] if edge.numel() else edge

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
+from pygdist.kernels.csr import narrowest
 from pygdist.sampler._native import copy_rows
 
 _IDS_AT_A_TIME = 1 << 22  # that each rank sends to each
@@ -112,7 +113,7 @@ class RemoteRows:
     ) -> None:
         self._rows, self._row_of, self._communicator, self._label = rows.contiguous(), row_of, communicator, label
         self._kept_id, self._kept = torch.empty(0, dtype=torch.int64), rows[:0]
-        self._ids = torch.int32 if num_ids < 1 << 31 else torch.int64
+        self._ids = narrowest(num_ids)
         self.asked: Tensor | None = None
 
     def fetch(self, ids: Tensor, owner: Tensor) -> Tensor:

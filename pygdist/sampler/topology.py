@@ -11,7 +11,9 @@ from torch import Tensor
 
 from pygdist.comm import Communicator
 from pygdist.graph import Shard
+from pygdist.graph.neighbourhood import ranges
 from pygdist.kernels import CSR
+from pygdist.kernels.csr import narrowest, pointers_of
 from pygdist.sampler.owners import NodeOwners, RemoteRows
 
 
@@ -62,12 +64,10 @@ class Topology:
 
         # a rank may hold other parts than its own: it then sends itself nothing
         degree, ids = copies(csr.indptr.diff(), "degrees"), copies(shard.owned_id, "nodes")
-        id_type = torch.int32 if shard.num_nodes < 1 << 31 else torch.int64
-        source = copies(shard.n_id[csr.index.long()].to(id_type), "edges")
+        source = copies(shard.n_id[csr.index.long()].to(narrowest(shard.num_nodes)), "edges")
         order = ids.argsort()
-        take = _runs(degree, order)
-        indptr = torch.zeros(ids.numel() + 1, dtype=torch.int64)
-        torch.cumsum(degree[order], 0, out=indptr[1:])
+        take = ranges((degree.cumsum(0) - degree)[order], degree[order])
+        indptr = pointers_of(degree[order])
         perm = copies(shard.e_id, "edge ids")[take] if names else None
         merged = CSR(indptr, source[take], shard.num_nodes, perm)
         group = communicator.split(num_parts, quiet=True)
@@ -101,10 +101,3 @@ class Topology:
 def holders(rank: int, size: int, num_ranks: int) -> list[bool]:
     """Tell for each rank if it holds the part of ``rank``, where groups of ``size`` ranks hold all parts."""
     return [other % size == rank // (num_ranks // size) for other in range(num_ranks)]
-
-
-def _runs(lengths: Tensor, order: Tensor) -> Tensor:
-    """Return where the entries of runs lie when runs take another order."""
-    start = lengths.cumsum(0) - lengths
-    after = lengths[order]
-    return torch.repeat_interleave(start[order] - (after.cumsum(0) - after), after) + torch.arange(int(after.sum()))

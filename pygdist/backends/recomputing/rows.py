@@ -20,7 +20,7 @@ from pygdist.comm import Communicator, ExchangePlan
 from pygdist.graph import Adjacency, Shard
 from pygdist.graph.neighbourhood import Neighbourhood, fetch_plan, ranges
 from pygdist.kernels import CSR
-from pygdist.kernels.csr import narrowest
+from pygdist.kernels.csr import narrowest, pointers_of
 
 
 def replicas_of(around: Neighbourhood, num_owned: int, chosen: list[Tensor]) -> list[Tensor]:
@@ -74,8 +74,7 @@ def make_rows(shard: Shard, communicator: Communicator, around: Neighbourhood, c
     rows_with_edges = computed[min(1, len(chosen))]
     degree[rows_with_edges:] = 0
     entries = ranges(around.indptr[order], degree)
-    indptr = torch.zeros(computed[0] + 1, dtype=torch.int64)
-    torch.cumsum(degree[: computed[0]], 0, out=indptr[1:])
+    indptr = pointers_of(degree[: computed[0]])
     index = base[around.index[entries]]
     num_own_edges = int(indptr[num_owned])
     csr = CSR(indptr, index.to(narrowest(order.numel())), order.numel())

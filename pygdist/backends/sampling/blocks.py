@@ -12,7 +12,7 @@ from torch import Tensor
 from pygdist.comm import Communicator
 from pygdist.hops.cuts import InEdges
 from pygdist.kernels import CSR
-from pygdist.kernels.csr import pointers
+from pygdist.kernels.csr import narrowest, pointers, pointers_of
 from pygdist.sampler import _native
 from pygdist.sampler._native import Sampled
 from pygdist.sampler.topology import Topology
@@ -60,10 +60,10 @@ class Drawn:
             counts.append(count)
             sources.append(held.column_id[source])
             entries.append(entry)
-        index = torch.cat(sources).to(torch.int32 if held.owners.num_nodes < 1 << 31 else torch.int64)
+        index = torch.cat(sources).to(narrowest(held.owners.num_nodes))
         weight = held.values.get("edge_weight")
         weight = None if weight is None else weight[torch.cat(entries)]
-        return InEdges(CSR(_starts(torch.cat(counts)), index, held.owners.num_nodes), row_id, weight, ends=ends)
+        return InEdges(CSR(pointers_of(torch.cat(counts)), index, held.owners.num_nodes), row_id, weight, ends=ends)
 
 
 class Pusher:
@@ -82,7 +82,7 @@ class Pusher:
     def __init__(self, num_nodes: int, communicator: Communicator, drawn: Drawn | None = None) -> None:
         self._num_nodes, self._communicator, self._drawn = num_nodes, communicator, drawn
         self._redraws = drawn is not None and drawn.topology is not None
-        self._ids = torch.int32 if num_nodes < 1 << 31 else torch.int64
+        self._ids = narrowest(num_nodes)
 
     def push(self, batches: Sequence[InEdges], epoch: int = 0) -> list[list[InEdges]]:
         """Push the edges of this rank's batches; every rank makes the call, with as many batches, empty ones too.
@@ -148,7 +148,7 @@ class Pusher:
             body = body[2 * rows + entries :]
             mine = slice(start, start + entries)
             of_edges = [None if one is None else one[mine] for one in (weight, degree)]
-            csr = CSR(_starts(in_degree), index, self._num_nodes)
+            csr = CSR(pointers_of(in_degree), index, self._num_nodes)
             read.append(InEdges(csr, row_id.long(), of_edges[0], of_edges[1], ends))
             start += entries
         return read
@@ -171,12 +171,6 @@ class Pusher:
         return list(incoming)
 
 
-def _starts(degree: Tensor) -> Tensor:
-    starts = torch.zeros(degree.numel() + 1, dtype=torch.int64)
-    torch.cumsum(degree, 0, out=starts[1:])
-    return starts
-
-
 def block_of(sampled: Sampled, num_nodes: int, weight: Tensor | None) -> InEdges:
     """Return the edges of a sampled neighbourhood by global ids.
 
@@ -185,7 +179,7 @@ def block_of(sampled: Sampled, num_nodes: int, weight: Tensor | None) -> InEdges
         num_nodes: Nodes of the whole graph.
         weight: Weights of its edges.
     """
-    index = sampled.node[sampled.source].to(torch.int32 if num_nodes < 1 << 31 else torch.int64)
+    index = sampled.node[sampled.source].to(narrowest(num_nodes))
     ends = tuple(itertools.accumulate(sampled.num_nodes[:-1]))[::-1]
     csr = CSR(pointers(sampled.target, ends[0]), index, num_nodes)
     return InEdges(csr, sampled.node[: ends[0]], weight, ends=ends)

@@ -16,6 +16,7 @@ from pygdist.comm import Communicator
 from pygdist.comm.slices import columns_of
 from pygdist.errors import InputError
 from pygdist.graph import Shard
+from pygdist.kernels.csr import narrowest
 from pygdist.sampler.topology import holders
 
 _ROWS = 1 << 18  # at a time
@@ -70,7 +71,7 @@ def topology_bytes(shard: Shard, size: int, world_size: int, edge_bytes: int) ->
     """Bytes of each rank's copies of in-edges in groups of ``size`` ranks, if parts are of one size."""
     if size == world_size:
         return 0
-    ids = 4 if shard.num_nodes < 1 << 31 else 8
+    ids = narrowest(shard.num_nodes).itemsize
     of_edges = shard.num_edges * (ids + (8 + edge_bytes if edge_bytes else 0))
     return -(-(of_edges + 16 * shard.num_nodes) // size) + 12 * shard.num_nodes  # and each node's owner and id
 

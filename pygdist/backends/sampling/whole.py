@@ -16,6 +16,7 @@ from pygdist.comm import Communicator
 from pygdist.graph import Shard
 from pygdist.hops.cuts import Cut, InEdges, products_of
 from pygdist.kernels import CSR
+from pygdist.kernels.csr import narrowest
 
 _ROWS = 1 << 14  # at a time
 
@@ -78,7 +79,7 @@ def _chunk(shard: Shard, start: int, *, weighted: bool) -> tuple[InEdges, Tensor
     start, end = min(start, shard.num_owned), min(start + _ROWS, shard.num_owned)
     first, last = int(csr.indptr[start]), int(csr.indptr[end])
     local = csr.index[first:last].long()
-    index = shard.n_id[local].to(torch.int32 if shard.num_nodes < 1 << 31 else torch.int64)
+    index = shard.n_id[local].to(narrowest(shard.num_nodes))
     weight = None if shard.edge_weight is None or not weighted else shard.edge_weight[first:last]
     rows = CSR(csr.indptr[start : end + 1] - first, index, shard.num_nodes)
     return InEdges(rows, shard.owned_id[start:end], weight), local

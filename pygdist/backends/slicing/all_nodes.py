@@ -20,7 +20,7 @@ from pygdist.comm import Communicator
 from pygdist.comm.slices import columns_of, gather_columns, share_rows, split_columns
 from pygdist.graph import Adjacency, Shard
 from pygdist.kernels import CSR
-from pygdist.kernels.csr import narrowest
+from pygdist.kernels.csr import narrowest, pointers_of
 from pygdist.memory.overflow import Overflow
 from pygdist.nn.relations import of_relation
 
@@ -167,8 +167,7 @@ class AllNodes:
         counts = tuple(int(count) for count in communicator.gather([float(csr.num_entries)])[:, 0])
         sources = share_rows(index, counts, communicator, label="in-edges of all", overflow=layout.overflow)
         degrees = share_rows(csr.indptr.diff(), layout.counts, communicator, label="in-edges of all, numbers")
-        indptr = torch.zeros(layout.num_rows + 1, dtype=torch.int64, device=sources.device)
-        torch.cumsum(degrees.to(sources.device), 0, out=indptr[1:])
+        indptr = pointers_of(degrees.to(sources.device))
         return Topology(Adjacency.from_csr(CSR(indptr, sources, layout.num_rows)), counts)
 
     def _of_list(self, edge_index: Tensor) -> Topology:
