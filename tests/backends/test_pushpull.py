@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,165 +12,21 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn.functional import cross_entropy
-from torch.utils.checkpoint import checkpoint
 from torch_geometric import nn
 from torch_geometric.data import Data
 
 from pygdist import GraphDataModule, InputError, NodeClassifier
 from pygdist.backends import PushPullBackend
-from pygdist.backends.sampling.copies import slices_of
-from pygdist.hops.cuts.cut import kept_share
-from pygdist.kernels import CSR
 from pygdist.lightning import LinkPredictor
-from pygdist.nn import PTAGSConv
 from pygdist.nn.inputs import edge_inputs, outputs_of
-from pygdist.sampler import EdgeBatches, NeighborBatches, _native
-from pygdist.sampler.epoch import ShuffledOrder
+from pygdist.sampler import EdgeBatches, NeighborBatches
 from pygdist.testing import RankPool
+from tests.backends.pushpull_runs import drawn, model, narrow, on_ranks, trained
 from tests.kernels.oracle import needs_library
 from tests.lightning import runs
-from tests.lightning.test_pull import EPOCHS, FAN_OUT, SEED, assert_close, graph, on_one_process
-from tests.nn.test_ptags import PTAGSGraphSAGE
+from tests.lightning.test_pull import EPOCHS, FAN_OUT, SEED, assert_close, on_one_process
 
 pytestmark = needs_library
-
-
-def narrow(width: int, **options: Any) -> Data:
-    data = graph(**options)
-    data.x = data.x[:, :width].contiguous()
-    return data
-
-
-class Weighted(torch.nn.Module):
-    """Takes weights of edges, and in its second layer attributes."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.first, self.second = nn.GCNConv(width, 8), nn.GATv2Conv(8, 4, edge_dim=3)
-
-    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor, edge_attr: Tensor) -> Tensor:
-        out: Tensor = self.second(self.first(x, edge_index, edge_weight).relu(), edge_index, edge_attr)
-        return out
-
-
-class TwoHops(torch.nn.Module):
-    """One layer, which makes both hops; takes weights of edges."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.conv, self.lin = nn.TAGConv(width, 8, K=2), torch.nn.Linear(8, 4)
-
-    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor) -> Tensor:
-        out: Tensor = self.lin(self.conv(x, edge_index, edge_weight).relu())
-        return out
-
-
-class Squares(PTAGSConv):
-    """Messages and elements of its own, several weights, a module of a familiar width in ``apply_rows``."""
-
-    def __init__(self, in_channels: int, out_channels: int) -> None:
-        super().__init__(aggr="sum")
-        self.one, self.two = torch.nn.Linear(in_channels, in_channels), torch.nn.Linear(in_channels, in_channels)
-        self.last = torch.nn.Linear(in_channels, out_channels)
-
-    def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:
-        return (x_i - x_j).square()
-
-    def transform(self, x: Tensor, aggregated: Tensor) -> Tensor:
-        out: Tensor = self.one(aggregated.sqrt() + x) - 2 * self.two(x.sigmoid())
-        return out
-
-    def apply_rows(self, out: Tensor) -> Tensor:
-        out = self.last(out.tanh())
-        return out
-
-
-class OneWeight(PTAGSGraphSAGE):
-    """One module under two names, as Listing 1 writes it."""
-
-    def __init__(self, in_channels: int, out_channels: int) -> None:
-        super().__init__(in_channels, out_channels)
-        self.fc_self = self.fc_neigh
-
-
-class Weighing(PTAGSGraphSAGE):
-    """Its messages need weights of edges."""
-
-    def message(self, x_j: Tensor, edge_weight: Tensor) -> Tensor:  # type: ignore[override]
-        return edge_weight.view(-1, 1) * x_j
-
-
-class WeighsFirst(torch.nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.first, self.second = Weighing(width, 8), nn.SAGEConv(8, 4)
-
-    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor) -> Tensor:
-        out: Tensor = self.second(self.first(x, edge_index, edge_weight), edge_index)
-        return out
-
-
-TWO_LAYERS: dict[str, Any] = {
-    "graph-conv": lambda width: (nn.GraphConv(width, 8), nn.GraphConv(8, 4)),
-    "SG2": lambda width: (nn.SGConv(width, 8, K=2), nn.SAGEConv(8, 4)),
-    "ptags-one": lambda width: (OneWeight(width, 8), nn.SAGEConv(8, 4)),
-    "ptags": lambda width: (PTAGSGraphSAGE(width, 8), PTAGSGraphSAGE(8, 4)),
-    "ptags-squares": lambda width: (Squares(width, 8), nn.SAGEConv(8, 4)),
-    "SG": lambda width: (nn.SGConv(width, 8), nn.SGConv(8, 4)),
-    "GAT": lambda width: (nn.GATConv(width, 4, heads=2, residual=True), nn.GATConv(8, 4)),
-    "averaged": lambda width: (nn.GATConv(width, 8, heads=3, concat=False), nn.GATv2Conv(8, 4)),
-}
-
-
-def model(name: str, width: int = 12) -> torch.nn.Module:
-    torch.manual_seed(7)
-    if name == "weighted":
-        return Weighted(width)
-    if name == "max":
-        return nn.GraphSAGE(width, 8, num_layers=2, out_channels=4, aggr="max")
-    if name == "eps":
-        return nn.GIN(width, 8, num_layers=2, out_channels=4, train_eps=True)
-    if name == "jk":
-        return nn.GraphSAGE(width, 8, num_layers=2, out_channels=4, jk="cat")
-    if name in TWO_LAYERS:
-        first, second = TWO_LAYERS[name](width)
-        layers = [(first, "x, edge_index -> x"), torch.nn.ReLU(), (second, "x, edge_index -> x")]
-        return nn.Sequential("x, edge_index", layers)
-    if name == "ptags-weights":
-        return WeighsFirst(width)
-    if name == "two-hops":
-        return TwoHops(width)
-    net: torch.nn.Module = getattr(nn, name)(width, 8, num_layers=2, out_channels=4)
-    return net
-
-
-def on_ranks(
-    rank: int,
-    world_size: int,
-    folder: str,
-    name: str,
-    data: Data,
-    partitioner: str,
-    backend: PushPullBackend | str = "pushpull",
-    sees: Sequence[pl.Callback] = (),
-    **options: Any,
-) -> tuple[dict[str, Tensor], list[dict[str, float]], Tensor, dict[str, int]]:
-    """Train on the ranks of a pool; the parameters, what was logged, this rank's nodes, and bytes by label."""
-    net, history, sent = model(name, data.num_features), runs.History(), dict[str, int]()
-
-    class Meter(pl.Callback):
-        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-            sent.update(module.communicator.meter.read().bytes_by_label)
-
-    module_data = GraphDataModule(
-        data, partitioner=partitioner, batches=NeighborBatches(FAN_OUT, batch_size=13), batch_seed=SEED,
-        cache_dir=Path(folder) / "cache",
-    )  # fmt: skip
-    trainer = runs.trainer(rank, world_size, folder, max_epochs=EPOCHS, callbacks=[history, Meter(), *sees], **options)
-    trainer.fit(NodeClassifier(net, backend=backend), datamodule=module_data)
-    assert not [one for one in threading.enumerate() if one.name == "pygdist-batches"]
-    state = {key: value.clone() for key, value in net.state_dict().items()}
-    return state, history.epochs, module_data.shard.owned_id, sent
 
 
 NAMES = [
@@ -321,16 +175,10 @@ def test_what_does_not_go_with_sharded_weights_is_refused(name: str, says: str, 
 
 
 def _resumed(rank: int, world_size: int, folder: str, ckpt: str | None, way: dict[str, Any] | str) -> Any:
-    net = model("GraphSAGE", 7)
-    data = GraphDataModule(
-        narrow(7), partitioner="hash", batches=NeighborBatches(FAN_OUT, batch_size=13), batch_seed=SEED,
-        cache_dir=Path(folder) / "cache",
-    )  # fmt: skip
     saves = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, every_n_epochs=1)
-    trainer = runs.trainer(rank, world_size, folder, max_epochs=3, callbacks=[saves], enable_checkpointing=True)
     backend = way if isinstance(way, str) else PushPullBackend(**way)
-    trainer.fit(NodeClassifier(net, backend=backend), datamodule=data, ckpt_path=ckpt)
-    return {key: value.clone() for key, value in net.state_dict().items()}
+    options = {"max_epochs": 3, "callbacks": [saves], "enable_checkpointing": True}
+    return trained(rank, world_size, folder, model("GraphSAGE", 7), backend, ckpt_path=ckpt, **options)[0]
 
 
 @pytest.mark.parametrize(
@@ -368,18 +216,12 @@ class _SeesWeights(pl.Callback):
 
 def _within_an_epoch(rank: int, world_size: int, folder: str, way: str) -> Any:
     """Validate and save within an epoch, and stop there."""
-    net, sees, history = model("GraphSAGE", 7), _SeesWeights(), runs.History()
-    data = GraphDataModule(
-        narrow(7), partitioner="hash", batches=NeighborBatches(FAN_OUT, batch_size=13), batch_seed=SEED,
-        cache_dir=Path(folder) / "cache",
-    )  # fmt: skip
+    sees, history, backend = _SeesWeights(), runs.History(), PushPullBackend(first_weights=way)  # type: ignore[arg-type]
     saves = ModelCheckpoint(f"{folder}/{way}", filename="{step}", save_top_k=-1, every_n_train_steps=2)
-    trainer = runs.trainer(
-        rank, world_size, folder, max_epochs=3, max_steps=8, val_check_interval=2, enable_checkpointing=True,
-        callbacks=[saves, sees, history],
+    state, _ = trained(
+        rank, world_size, folder, model("GraphSAGE", 7), backend, max_epochs=3, max_steps=8, val_check_interval=2,
+        enable_checkpointing=True, callbacks=[saves, sees, history],
     )  # fmt: skip
-    trainer.fit(NodeClassifier(net, backend=PushPullBackend(first_weights=way)), datamodule=data)  # type: ignore[arg-type]
-    state = {key: value.clone() for key, value in net.state_dict().items()}
     return state, sees.seen, [one["val_loss"] for one in history.epochs if "val_loss" in one]
 
 
@@ -423,14 +265,7 @@ class _Frozen(torch.nn.Module):
 
 def _partly_frozen(rank: int, world_size: int, folder: str, trains: str, pipeline: Any) -> Any:
     torch.manual_seed(7)
-    net = _Frozen(trains)
-    data = GraphDataModule(
-        narrow(7), partitioner="hash", batches=NeighborBatches(FAN_OUT, batch_size=13), batch_seed=SEED,
-        cache_dir=Path(folder) / "cache",
-    )  # fmt: skip
-    trainer = runs.trainer(rank, world_size, folder, max_epochs=EPOCHS)
-    trainer.fit(NodeClassifier(net, backend=PushPullBackend(pipeline=pipeline)), datamodule=data)
-    return {key: value.clone() for key, value in net.state_dict().items()}, data.shard.owned_id
+    return trained(rank, world_size, folder, _Frozen(trains), PushPullBackend(pipeline=pipeline))
 
 
 @pytest.mark.parametrize("trains", ["lin_r.weight", "lin_l.bias", "none"])
@@ -450,14 +285,9 @@ def test_first_layers_that_are_partly_frozen(trains: str, pool: RankPool, tmp_pa
 
 
 def _of_links(rank: int, world_size: int, folder: str, backend: Any) -> Any:
+    batches, split = EdgeBatches([4, 3], batch_size=150, negatives=2), {"edge_split": (0.1, 0.1)}
     net = model("GraphSAGE", 7)
-    data = GraphDataModule(
-        narrow(7), partitioner="hash", batches=EdgeBatches([4, 3], batch_size=150, negatives=2), batch_seed=SEED,
-        edge_split=(0.1, 0.1), cache_dir=Path(folder) / "cache",
-    )  # fmt: skip
-    trainer = runs.trainer(rank, world_size, folder, max_epochs=2)
-    trainer.fit(LinkPredictor(net, backend=backend), datamodule=data)
-    return {key: value.clone() for key, value in net.state_dict().items()}
+    return trained(rank, world_size, folder, net, backend, batches=batches, module=LinkPredictor, data=split)[0]
 
 
 @pytest.mark.parametrize("options", [{}, {"topology_parts": 1}])
@@ -468,14 +298,8 @@ def test_links_are_learned_as_by_pull(options: dict[str, Any], pool: RankPool, t
 
 
 def _three_hops(rank: int, world_size: int, folder: str, backend: Any) -> Any:
-    net = model("SG2", 7)
-    data = GraphDataModule(
-        narrow(7), partitioner="hash", batches=NeighborBatches([3, 2, 2], batch_size=13), batch_seed=SEED,
-        cache_dir=Path(folder) / "cache",
-    )  # fmt: skip
-    trainer = runs.trainer(rank, world_size, folder, max_epochs=2)
-    trainer.fit(NodeClassifier(net, backend=backend), datamodule=data)
-    return {key: value.clone() for key, value in net.state_dict().items()}
+    batches = NeighborBatches([3, 2, 2], batch_size=13)
+    return trained(rank, world_size, folder, model("SG2", 7), backend, batches=batches)[0]
 
 
 @pytest.mark.parametrize("options", [{}, {"topology_parts": 1}])
@@ -603,7 +427,7 @@ def test_bytes_of_scores_are_counted_to_the_byte(pool: RankPool, tmp_path: Path)
     """Attention sends scores of U nodes and R rows for each head twice each way, to and from each other rank."""
     data, world_size = narrow(7), 3
     results = pool.run(_without_validation, world_size, str(tmp_path), "averaged", data, "hash")
-    sizes = _sampled_sizes(data, [owned for _, _, owned, _ in results], epochs=EPOCHS, nodes=True)
+    sizes = _sampled_sizes(data, [owned for _, _, owned, _ in results], epochs=EPOCHS, with_nodes=True)
     for rank, (_, _, _, sent) in enumerate(results):
         own, others = sizes[rank], [size for other, size in enumerate(sizes) if other != rank]
         mine = sum((nodes + rows) * 3 * 8 for rows, nodes in own)
@@ -616,22 +440,19 @@ def _without_validation(*args: Any) -> Any:
     return on_ranks(*args, limit_val_batches=0)
 
 
-def _sampled_sizes(data: Data, owned: list[Tensor], *, epochs: int, nodes: bool = False) -> list[list[tuple[int, int]]]:
+def _sampled_sizes(
+    data: Data, owned: list[Tensor], *, epochs: int, with_nodes: bool = False
+) -> list[list[tuple[int, int]]]:
     """For each rank and step, the rows with in-edges and the edges of its batch, as one process samples it.
 
-    With ``nodes`` all its nodes stand in place of the edges.
+    With ``with_nodes`` all its nodes stand in place of the edges.
     """
-    csr = CSR.from_coo(data.edge_index[1], data.edge_index[0], num_rows=160, num_cols=160)
-    seeds = [nodes[data.train_mask[nodes]] for nodes in owned]
-    steps = max(-(-one.numel() // 13) for one in seeds)
     sizes: list[list[tuple[int, int]]] = [[] for _ in owned]
     for epoch in range(epochs):
-        for found, mine in zip(sizes, seeds, strict=True):
-            order = ShuffledOrder(mine.numel(), SEED, shuffle=True).of(epoch)
-            for step in range(steps):
-                chosen = mine[order[step * mine.numel() // steps : (step + 1) * mine.numel() // steps]]
-                batch = _native.sample(csr, chosen, FAN_OUT, replace=False, seed=SEED, epoch=epoch)
-                found.append((sum(batch.num_nodes[:-1]), batch.node.numel() if nodes else sum(batch.num_edges)))
+        for batches in drawn(data, owned, epoch):
+            for of_rank, (_, batch) in zip(sizes, batches, strict=True):  # every rank has a batch in every step
+                second = batch.node.numel() if with_nodes else sum(batch.num_edges)
+                of_rank.append((sum(batch.num_nodes[:-1]), second))
     return sizes
 
 
@@ -665,409 +486,6 @@ def test_evaluation_is_that_of_the_whole_graph(name: str, world_size: int, pool:
     assert sorted(torch.cat([ids for ids, _ in results]).tolist()) == list(range(160))
 
 
-class _Skips(torch.nn.Module):
-    """Reads the features twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.skip = nn.SAGEConv(12, 8), nn.SAGEConv(8, 4), torch.nn.Linear(12, 4)
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        out: Tensor = self.second(self.first(x, edge_index).relu(), edge_index) + self.skip(x)
-        return out
-
-
-class _Doubled(_Skips):
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        out: Tensor = self.second(self.first(x, edge_index) + self.first(x, edge_index), edge_index)
-        return out
-
-
-class _Two(_Skips):
-    def __init__(self) -> None:
-        super().__init__()
-        self.skip = nn.SAGEConv(12, 8)
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        out: Tensor = self.second(self.first(x, edge_index) + self.skip(x, edge_index), edge_index)
-        return out
-
-
-class _Encoded(_Skips):
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        out: Tensor = self.second(self.first(x.relu(), edge_index).relu(), edge_index)
-        return out
-
-
-class _OfEdges(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.GCNConv(12, 4)
-
-    def forward(self, x: Tensor, edge_index: Tensor, edge_attr: Tensor) -> Tensor:
-        out: Tensor = self.first(x, edge_index, edge_attr.sum(dim=1))
-        return out
-
-
-class _HidesNan(_Skips):
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        hidden = torch.where(x[:, :1] > 0, self.first(x, edge_index), 0.0)
-        out: Tensor = self.second(hidden, edge_index)
-        return out
-
-
-class _Drops(_Skips):
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        for _ in range(2):
-            x = torch.nn.functional.dropout(x, training=self.training)
-        out: Tensor = self.second(self.first(x, edge_index), edge_index)
-        return out
-
-
-class _DropsAlways(_Skips):
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        out: Tensor = self.second(self.first(torch.nn.functional.dropout(x), edge_index), edge_index)
-        return out
-
-
-class _Detached(_Skips):
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        out: Tensor = self.second(self.first(x, edge_index).detach(), edge_index)
-        return out
-
-
-class _Again(torch.nn.Module):
-    """Runs its first layer again in the backward pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.GINConv(nn.MLP([12, 8, 8], norm=None)), nn.SAGEConv(8, 4)
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        out: Tensor = self.second(checkpoint(self.first, x, edge_index, use_reentrant=False), edge_index)
-        return out
-
-
-class _Centred(_Skips):
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        hidden = self.first(x, edge_index)
-        out: Tensor = self.second(hidden - hidden.mean(0), edge_index)
-        return out
-
-
-class _Learned(torch.nn.Module):
-    """Weighs edges by numbers that it computes, of the right shape."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.GCNConv(12, 8), nn.GCNConv(8, 4)
-
-    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor) -> Tensor:
-        out: Tensor = self.second(self.first(x, edge_index, edge_weight.sigmoid()), edge_index)
-        return out
-
-
-class _DropSAGE(nn.SAGEConv):
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:  # type: ignore[override]
-        out: Tensor = super().forward(torch.nn.functional.dropout(x, training=self.training), edge_index)
-        return out
-
-
-class _Lies(_Skips):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = _DropSAGE(12, 8)
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        out: Tensor = self.second(self.first(x, edge_index), edge_index)
-        return out
-
-
-class _Mixes(PTAGSGraphSAGE):
-    def transform(self, x: Tensor, aggregated: Tensor) -> Tensor:
-        out: Tensor = self.fc_neigh(aggregated).relu() + self.fc_self(x)  # not linear in the sum over columns
-        return out
-
-
-class _NotLinear(_Skips):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = _Mixes(12, 8)
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        out: Tensor = self.second(self.first(x, edge_index), edge_index)
-        return out
-
-
-class _Scaled(PTAGSGraphSAGE):
-    """Trains a parameter that the cut does not know."""
-
-    def __init__(self, in_channels: int, out_channels: int) -> None:
-        super().__init__(in_channels, out_channels)
-        self.eps = torch.nn.Parameter(torch.zeros(()))
-
-    def transform(self, x: Tensor, aggregated: Tensor) -> Tensor:
-        return super().transform((1 + self.eps) * x, aggregated)
-
-
-class _Learns(_Skips):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = _Scaled(12, 8)
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        out: Tensor = self.second(self.first(x, edge_index), edge_index)
-        return out
-
-
-class _Shares(_Skips):
-    def __init__(self) -> None:
-        super().__init__()
-        self.second = nn.SAGEConv(12, 12)
-        self.first = nn.SAGEConv(12, 12)
-        self.second.lin_l.weight = self.first.lin_l.weight
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        out: Tensor = self.second(self.first(x, edge_index), edge_index)
-        return out
-
-
-class _Breaks(_Skips):
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        out: Tensor = self.skip(self.first(x, edge_index))
-        return out
-
-
-ELSEWHERE = "uses the features outside its first layer"
-REFUSED = {
-    "skips": (_Skips, f"_Skips {ELSEWHERE}"),
-    "hides-nan": (_HidesNan, f"_HidesNan {ELSEWHERE}"),
-    "encoded": (_Encoded, f"_Encoded {ELSEWHERE}"),
-    "drops-always": (_DropsAlways, "drops features in evaluation too"),
-    "drops": (_Drops, "drops elements of the features twice"),
-    "two": (_Two, "SAGEConv and SAGEConv both get the features"),
-    "doubled": (_Doubled, "_Doubled runs its first layer more than once in a pass"),
-    "again": (_Again, "_Again runs its first layer more than once in a pass, or again in the backward pass"),
-    "detached": (_Detached, "_Detached puts out nothing that has a gradient for its first layer"),
-    "centred": (_Centred, "_Centred puts out something else where rows that no layer reads are left out"),
-    "attributes": (_OfEdges, "GCNConv gets edge weights that the model computes"),
-    "learned": (_Learned, "GCNConv gets edge weights that the model computes"),
-    "lies": (_Lies, "_DropSAGE computes something else than SAGEConv"),
-    "ptags-eps": (_Learns, "_Scaled computes something else than PTAGSConv"),
-    "shares": (_Shares, "_Shares shares parameters of its first layer with another module (first.lin_l.weight"),
-    "instance": (
-        lambda: nn.Sequential(
-            "x, edge_index",
-            [
-                (nn.GCNConv(12, 8), "x, edge_index -> x"),
-                torch.nn.InstanceNorm1d(8),
-                (nn.GCNConv(8, 4), "x, edge_index -> x"),
-            ],
-        ),
-        "has an InstanceNorm of torch's",
-    ),
-    "ptags": (_NotLinear, "_Mixes computes something else than PTAGSConv"),
-    "attention": (lambda: nn.GAT(12, 8, num_layers=2, out_channels=4, v2=True), "GATv2Conv is none of the layers"),
-    "lstm": (lambda: nn.GraphSAGE(12, 8, num_layers=2, out_channels=4, aggr="lstm"), "aggregates by LSTMAggregation"),
-    "hops": (lambda: nn.GCN(12, 8, num_layers=3, out_channels=4), "fan_out has 2 numbers, but GCN makes 3 hops"),
-    "width": (lambda: nn.GCN(16, 8, num_layers=2, out_channels=4), "graph's 12 features per node, as GCNConv takes 16"),
-    "breaks": (_Breaks, "_Breaks ends with RuntimeError: mat1 and mat2 shapes"),
-}
-NO_PULL = ("drops", "drops-always", "hops", "width", "breaks")
-
-
-def _refused(rank: int, world_size: int, folder: str, name: str) -> str:
-    torch.manual_seed(7)
-    data = GraphDataModule(
-        narrow(12), batches=NeighborBatches(FAN_OUT, batch_size=13), cache_dir=Path(folder) / "cache"
-    )
-    trainer = runs.trainer(rank, world_size, folder, max_epochs=1)
-    with pytest.raises(InputError) as refused:
-        trainer.fit(NodeClassifier(REFUSED[name][0](), backend="pushpull"), datamodule=data)
-    return str(refused.value)
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_models_that_are_not_cut_are_refused_on_all_ranks(name: str, pool: RankPool, tmp_path: Path) -> None:
-    for text in pool.run(_refused, 2, str(tmp_path), name):
-        assert REFUSED[name][1] in text
-        assert "use backend pull" in text or name in NO_PULL
-
-
-# -- dropout over the features ----------------------------------------------------------------------------------------
-
-
-class Dropped(torch.nn.Module):
-    """Drops features, as PyG's examples do; ``drawn`` drops them beforehand in its stead."""
-
-    def __init__(self, conv: str, *, drawn: bool = False) -> None:
-        super().__init__()
-        self.first = nn.GATConv(7, 4, heads=2) if conv == "GAT" else nn.SAGEConv(7, 8)
-        self.second, self.drop = nn.SAGEConv(8, 4), torch.nn.Dropout(0.4)
-        self.drawn = drawn
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        x = x if self.drawn else self.drop(x).detach()[:]
-        out: Tensor = self.second(self.first(x, edge_index).relu(), edge_index)
-        return out
-
-
-def _trained_with_dropout(rank: int, world_size: int, folder: str, conv: str, options: dict[str, Any]) -> Any:
-    torch.manual_seed(7)
-    net = Dropped(conv)
-    data = GraphDataModule(
-        narrow(7), partitioner="hash", batches=NeighborBatches(FAN_OUT, batch_size=13), batch_seed=SEED,
-        cache_dir=Path(folder) / "cache",
-    )  # fmt: skip
-    trainer = runs.trainer(rank, world_size, folder, max_epochs=EPOCHS)
-    trainer.fit(NodeClassifier(net, backend=PushPullBackend(**options)), datamodule=data)
-    return {key: value.clone() for key, value in net.state_dict().items()}, data.shard.owned_id
-
-
-@pytest.mark.parametrize("options", [{}, {"feature_parts": 1}, {"topology_parts": 1}], ids=["plain", "f", "t"])
-@pytest.mark.parametrize("conv", ["SAGE", "GAT"])
-def test_each_rank_draws_dropout_for_its_columns(
-    conv: str, options: dict[str, Any], pool: RankPool, tmp_path: Path
-) -> None:
-    """A node's features are dropped alike wherever a batch reads them; no evaluation drops any."""
-    data, size = narrow(7), 3
-    results = pool.run(_trained_with_dropout, size, str(tmp_path), conv, options)
-    owned = [nodes for _, nodes in results]
-    slices = slices_of(7, options.get("feature_parts", size))
-    torch.manual_seed(7)
-    net = Dropped(conv, drawn=True).double()
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.01, weight_decay=5e-4)
-    csr = CSR.from_coo(data.edge_index[1], data.edge_index[0], num_rows=160, num_cols=160)
-    seeds = [nodes[data.train_mask[nodes]] for nodes in owned]
-    steps = max(-(-one.numel() // 13) for one in seeds)
-    for epoch in range(EPOCHS):
-        for step in range(steps):
-            total, count = torch.zeros(()), 0
-            for nodes in seeds:
-                order = ShuffledOrder(nodes.numel(), SEED, shuffle=True).of(epoch)
-                chosen = nodes[order[step * nodes.numel() // steps : (step + 1) * nodes.numel() // steps]]
-                batch = _native.sample(csr, chosen, FAN_OUT, replace=False, seed=SEED, epoch=epoch)
-                key = _native.hop_key(chosen, 2, seed=SEED, epoch=epoch)
-                rows = [data.x[batch.node][:, one] for one in slices]
-                kept = [kept_share(one, 0.6, key + 1 + at.start) for one, at in zip(rows, slices, strict=True)]
-                x = torch.cat([one * other for one, other in zip(rows, kept, strict=True)], dim=1)
-                out = net(x, torch.stack([batch.source, batch.target]))[: chosen.numel()]
-                total = total + cross_entropy(out, data.y[chosen], reduction="sum")
-                count += chosen.numel()
-            optimizer.zero_grad()
-            (total / count).backward()
-            optimizer.step()
-    for found, _ in results:
-        assert_close(found, net.state_dict())
-
-
-# -- norms over nodes --------------------------------------------------------------------------------------------------
-
-
-NORMS: dict[str, Any] = {
-    "batch": lambda: torch.nn.BatchNorm1d(8),
-    "graph": lambda: nn.GraphNorm(8),
-    "size": nn.GraphSizeNorm,
-    "inside": torch.nn.Identity,
-    "no-bias": lambda: torch.nn.BatchNorm1d(8),
-}
-
-
-class Normed(torch.nn.Module):
-    """Two layers and a norm; with ``inside`` the norm is in the first layer's network, with ``jk`` it is no chain."""
-
-    def __init__(self, norm: str, *, jk: bool) -> None:
-        super().__init__()
-        inside = nn.MLP([7, 8, 8], norm="batch_norm")
-        self.first = nn.GINConv(inside) if norm == "inside" else nn.SAGEConv(7, 8, bias=norm != "no-bias")
-        self.second, self.norm, self.jk = nn.SAGEConv(8, 4), NORMS[norm](), jk
-        self.lin = torch.nn.Linear(12 if jk else 4, 4)
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        hidden = self.norm(self.first(x, edge_index)).relu()
-        return self.end(hidden, edge_index, hidden.size(0))
-
-    def end(self, hidden: Tensor, edge_index: Tensor, count: int) -> Tensor:
-        out = self.second(hidden, edge_index)[:count]
-        out = self.lin(torch.cat([hidden[:count], out], dim=1) if self.jk else out)
-        return out
-
-
-def _trained_with_norms(
-    rank: int, world_size: int, folder: str, norm: str, jk: bool, one_sided: bool, options: Any
-) -> Any:
-    torch.manual_seed(7)
-    net = Normed(norm, jk=jk)
-    data = GraphDataModule(
-        narrow(7, one_sided=one_sided), partitioner="chunk" if one_sided else "hash",
-        batches=NeighborBatches(FAN_OUT, batch_size=13), batch_seed=SEED, cache_dir=Path(folder) / "cache",
-    )  # fmt: skip
-    trainer = runs.trainer(rank, world_size, folder, max_epochs=EPOCHS)
-    trainer.fit(NodeClassifier(net, backend=PushPullBackend(**options)), datamodule=data)
-    return {key: value.clone() for key, value in net.state_dict().items()}, data.shard.owned_id
-
-
-def _with_norms_on_one_process(norm: str, jk: bool, data: Data, owned: list[Tensor]) -> dict[str, Tensor]:
-    """The batches of all ranks at once; the norm sees the rows of hops 0 and 1, which the second layer reads."""
-    torch.manual_seed(7)
-    net = Normed(norm, jk=jk).double()
-    inside, conv = torch.nn.Identity(), net.first
-    if norm == "inside":
-        inside, conv = net.first.nn, nn.GINConv(torch.nn.Identity())
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.01, weight_decay=5e-4)
-    csr = CSR.from_coo(data.edge_index[1], data.edge_index[0], num_rows=160, num_cols=160)
-    seeds = [nodes[data.train_mask[nodes]] for nodes in owned]
-    steps = max(-(-one.numel() // 13) for one in seeds)
-    for epoch in range(EPOCHS):
-        for step in range(steps):
-            firsts, edges, sizes, labels = [], [], [], []
-            for nodes in seeds:
-                order = ShuffledOrder(nodes.numel(), SEED, shuffle=True).of(epoch)
-                chosen = nodes[order[step * nodes.numel() // steps : (step + 1) * nodes.numel() // steps]]
-                if not chosen.numel():
-                    continue
-                batch = _native.sample(csr, chosen, FAN_OUT, replace=False, seed=SEED, epoch=epoch)
-                edge_index = torch.stack([batch.source, batch.target])
-                num_rows = sum(batch.num_nodes[:2])
-                firsts.append(conv(data.x[batch.node], edge_index)[:num_rows])
-                edges.append(edge_index[:, batch.target < chosen.numel()])
-                sizes.append((num_rows, chosen.numel()))
-                labels.append(data.y[chosen])
-            hidden = net.norm(inside(torch.cat(firsts))).relu().split([rows for rows, _ in sizes])
-            outs = [
-                net.end(rows, edge_index, count)
-                for rows, edge_index, (_, count) in zip(hidden, edges, sizes, strict=True)
-            ]
-            optimizer.zero_grad()
-            cross_entropy(torch.cat(outs), torch.cat(labels)).backward()
-            optimizer.step()
-    return net.state_dict()
-
-
-@pytest.mark.parametrize("options", [{}, {"feature_parts": 1}, {"first_weights": "sharded"}], ids=["plain", "f", "own"])
-@pytest.mark.parametrize("one_sided", [False, True], ids=["even", "one-sided"])
-@pytest.mark.parametrize(
-    ("norm", "jk"),
-    [("batch", False), ("batch", True), ("graph", False), ("size", False), ("inside", False), ("inside", True)],
-)
-def test_norms_take_statistics_over_the_batches_of_all_ranks(
-    norm: str, jk: bool, one_sided: bool, options: dict[str, Any], pool: RankPool, tmp_path: Path
-) -> None:
-    """Running statistics too, where one rank has no training node, and where layers are no chain."""
-    results = pool.run(_trained_with_norms, 3, str(tmp_path), norm, jk, one_sided, options)
-    expected = _with_norms_on_one_process(norm, jk, narrow(7, one_sided=one_sided), [owned for _, owned in results])
-    for found, _ in results:
-        assert_close(found, expected)
-
-
-@pytest.mark.parametrize("norm", ["batch", "no-bias", "inside"])
-@pytest.mark.parametrize("one_sided", [False, True], ids=["even", "one-sided"])
-def test_norms_in_a_pipeline_are_alike_on_all_ranks(norm: str, one_sided: bool, pool: RankPool, tmp_path: Path) -> None:
-    results = pool.run(_trained_with_norms, 3, str(tmp_path), norm, False, one_sided, {"pipeline": 3})
-    for found, _ in results:
-        assert_close(found, results[0][0])
-
-
 # -- the pipeline ------------------------------------------------------------------------------------------------------
 
 
@@ -1077,11 +495,10 @@ def _replayed(name: str, data: Data, owned: list[Tensor]) -> tuple[dict[str, Ten
     parameters = dict(net.named_parameters())
     late = {key for key, one in parameters.items() if key in FIRST[name]}
     optimizer = torch.optim.Adam(net.parameters(), lr=0.01, weight_decay=5e-4)
-    csr = CSR.from_coo(data.edge_index[1], data.edge_index[0], num_rows=160, num_cols=160)
-    seeds = [nodes[data.train_mask[nodes]] for nodes in owned]
-    num_batches = max(-(-one.numel() // 13) for one in seeds)
     losses = []
     for epoch in range(EPOCHS):
+        batches = drawn(data, owned, epoch)
+        num_batches = len(batches)
         read: list[dict[str, Tensor]] = []  # by step: the first layer's parameters
         found: list[dict[str, Tensor]] = []  # by batch: their gradients
         summed = 0.0
@@ -1091,13 +508,8 @@ def _replayed(name: str, data: Data, owned: list[Tensor]) -> tuple[dict[str, Ten
             optimizer.zero_grad()
             if 1 <= step <= num_batches:
                 total, count = torch.zeros(()), 0
-                for nodes in seeds:
-                    order, number = ShuffledOrder(nodes.numel(), SEED, shuffle=True).of(epoch), step - 1
-                    span = slice(number * nodes.numel() // num_batches, (number + 1) * nodes.numel() // num_batches)
-                    chosen = nodes[order[span]]
-                    if not chosen.numel():
-                        continue
-                    batch = _native.sample(csr, chosen, FAN_OUT, replace=False, seed=SEED, epoch=epoch)
+                number = step - 1
+                for chosen, batch in batches[number]:
                     sample = Data(x=data.x[batch.node], edge_weight=data.edge_weight[batch.edge],
                                   edge_attr=data.edge_attr[batch.edge])  # fmt: skip
                     edges = torch.stack([batch.source, batch.target])

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch_geometric import nn
 
 from pygdist.hops.cuts import InEdges, cut_of
-from pygdist.hops.cuts.cut import summed
+from pygdist.hops.cuts.cut import kept_share, summed
 from pygdist.kernels import CSR
 from tests.kernels.oracle import needs_library
 
@@ -97,6 +97,15 @@ def test_several_hops_compute_the_rows_whose_neighbourhood_is_here(make: Any, we
     found = cut.rest(layer, summed(cut, layer, block, features, (slice(0, 3), slice(3, WIDTH))))
     expected = layer(x, torch.stack([source, target]), weight)[: starts[4 - layer.K]]
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_dropout_keeps_the_share_and_the_mean() -> None:
+    """As torch's does: zeros and 1 / keeps; other keys draw other numbers, none keeps all."""
+    factors = kept_share(torch.empty(400, 50, dtype=torch.float64), 0.7, key=3)
+    assert set(factors.unique().tolist()) == {0.0, 1 / 0.7}
+    assert abs(float((factors > 0).double().mean()) - 0.7) < 0.02
+    assert not torch.equal(factors, kept_share(factors, 0.7, key=4))
+    assert bool((kept_share(factors, 1.0, key=3) == 1).all())
 
 
 def test_attention_drops_the_same_weights_on_all_ranks() -> None:

@@ -12,10 +12,18 @@ import os, signal
 from lightning.pytorch.callbacks import Callback
 
 class Kill(Callback):
-    def __init__(self, rank: int, epoch: int, signal: str = "SIGKILL", batch: int = 0):
-        self.rank, self.epoch, self.signal, self.batch = rank, epoch, signal, batch
+    def __init__(self, rank: int, epoch: int, signal: str = "SIGKILL", batch: int = 0, forward: bool = False):
+        self.rank, self.epoch, self.signal, self.batch, self.forward = rank, epoch, signal, batch, forward
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if self.forward:
+            self.kill(trainer)
 
     def on_before_backward(self, trainer, pl_module, loss):
+        if not self.forward:
+            self.kill(trainer)
+
+    def kill(self, trainer):
         os.write(1, f"rank {trainer.global_rank} is process {os.getpid()}\\n".encode())  # at once: ranks share the pipe
         here = trainer.global_rank, trainer.current_epoch, trainer.fit_loop.batch_idx
         if here == (self.rank, self.epoch, self.batch):

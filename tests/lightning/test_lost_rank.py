@@ -61,14 +61,17 @@ def test_a_killed_rank_ends_the_others_with_its_name_and_the_run_resumes(folder:
 
 _BATCHES = ["--data.batches=NeighborBatches", "--data.batches.fan_out=[4,4]", "--data.batches.batch_size=10"]
 _PULLED = ["--model.backend=pull", *_BATCHES]
+_SCORED = ["--model.backend=pushpull", "--model.model=torch_geometric.nn.GAT", *_BATCHES]  # waits for scores
+_SCORED += [f"--model.model.{one}" for one in ("in_channels=-1", "hidden_channels=8", "num_layers=2", "out_channels=4")]
 _PIPELINED = ["--model.backend=PushPullBackend", "--model.backend.pipeline=3", *_BATCHES]
 
 
 @pytest.mark.usefixtures("warm_python")
 @pytest.mark.skipif(load() is None, reason="the sampler is in the native library")
 @pytest.mark.parametrize(
-    ("ending", "batches"), [("SIGKILL", _PULLED), ("SIGSTOP", _PULLED), ("SIGKILL", _PIPELINED)],
-    ids=["killed-pull", "stopped-pull", "killed-pipeline"],
+    ("ending", "batches"),
+    [("SIGKILL", _PULLED), ("SIGSTOP", _PULLED), ("SIGKILL", _PIPELINED), ("SIGSTOP", _SCORED)],
+    ids=["killed-pull", "stopped-pull", "killed-pipeline", "stopped-scores"],
 )  # fmt: skip
 def test_a_rank_that_is_lost_while_batches_are_on_their_way_is_named(
     folder: Path, ending: str, batches: list[str]
@@ -76,7 +79,7 @@ def test_a_rank_that_is_lost_while_batches_are_on_their_way_is_named(
     """Of a pipeline's step 2, where three batches are on their way."""
     batch = 2 if batches is _PIPELINED else 0
     kill = ["--trainer.callbacks+=killing.Kill", "--trainer.callbacks.rank=2", "--trainer.callbacks.epoch=3"]
-    kill.append(f"--trainer.callbacks.batch={batch}")
+    kill += [f"--trainer.callbacks.batch={batch}", f"--trainer.callbacks.forward={batches is _SCORED}"]
     strategy = ["--trainer.strategy=graph_ddp_spawn", "--trainer.strategy.lost_after_s=4"]
     run = fit(folder, *kill, f"--trainer.callbacks.signal={ending}", *strategy, *batches)
     gone_s = time.time() - (folder / "checkpoints" / "last.ckpt").stat().st_mtime  # which the epoch before wrote
