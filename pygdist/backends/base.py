@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
-from pygdist.backends.sampling.sharded import ShardedWeights
 from pygdist.comm import Communicator
+from pygdist.comm.sharded import ShardedWeights
 from pygdist.errors import InputError
 from pygdist.graph import Shard
 from pygdist.hops.hop import Deferred, Hop

@@ -28,12 +28,12 @@ from pygdist.backends.sampling.backend import SampledBackend
 from pygdist.backends.sampling.copies import group_sizes, held_columns, slices_of
 from pygdist.backends.sampling.pipeline import LAG, LaggedSteps, Pipeline, of_layer
 from pygdist.backends.sampling.pushed import PushedFields
-from pygdist.backends.sampling.sharded import ShardedWeights
 from pygdist.backends.sampling.small import small_neighbourhood
 from pygdist.backends.sampling.stand_in import StandIn, bound_arguments, cut_for, refuse_shared, refused, takes_weights
 from pygdist.backends.sampling.totals import FirstLayer
 from pygdist.backends.sampling.unheld import UnheldRows
 from pygdist.backends.sampling.whole import whole_first_layer, whole_products
+from pygdist.comm.sharded import ShardedWeights
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency, Shard
 from pygdist.graph.shard import is_unknown

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pygdist.comm import Communicator
+from pygdist.comm.communicator import Communicator
 
 
 class ShardedWeights:

@@ -26,7 +26,6 @@ from torch.optim import Optimizer
 
 from pygdist.backends import Backend
 from pygdist.backends.base import names_of
-from pygdist.backends.sampling.sharded import ShardedWeights
 from pygdist.errors import InputError
 
 # defaults of options that say how a store is made
@@ -82,46 +81,6 @@ def check_lag(trainer: pl.Trainer, backend: Backend) -> None:
             f"{', '.join(within)}: with pipeline=3 batches are on their way between two steps of an epoch; use "
             "max_epochs, check_val_every_n_epoch and every_n_epochs, or pipeline=1"
         )
-
-
-_ELEMENTWISE = (
-    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
-)  # fmt: skip
-
-
-def check_sharded(trainer: pl.Trainer, module: nn.Module, weights: ShardedWeights) -> None:
-    """Refuse what does not go with weights that each rank trains in part.
-
-    Raises:
-        InputError: On all ranks, if nothing else trains, which DDP refuses, or a callback averages weights.
-    """
-    sharded = set(map(id, weights.parameters))
-    if not getattr(module, "automatic_optimization", True):
-        raise InputError(
-            "first_weights='sharded' needs Lightning's automatic optimisation, which clips by a norm over all ranks; "
-            "use first_weights='gathered'"
-        )
-    if not any(one.requires_grad and id(one) not in sharded for one in module.parameters()):
-        raise InputError(
-            "first_weights='sharded': the model trains nothing but the weights of its first layer, and DDP needs a "
-            "parameter; use first_weights='gathered'"
-        )
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
-            raise InputError(
-                f"first_weights='sharded': {type(callback).__name__} would average columns of the first weights that "
-                "are out of date on this rank; use first_weights='gathered'"
-            )
-
-
-def check_elementwise(optimizers: Iterable[Optimizer]) -> None:
-    """Refuse optimisers that look at more than one element of a weight, of which this rank trains some columns."""
-    for one in optimizers:
-        if type(one).__module__.partition(".")[0] != "torch" or type(one).__name__ not in _ELEMENTWISE:
-            raise InputError(
-                f"first_weights='sharded': optimizer {type(one).__name__} is not known to update each element "
-                f"independently; use one of {', '.join(_ELEMENTWISE)}, or first_weights='gathered'"
-            )
 
 
 def check_strategy(

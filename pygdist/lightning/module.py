@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch_geometric.data import Data
@@ -26,17 +26,16 @@ from pygdist.lightning import backend_states
 from pygdist.lightning.checks import (
     LARGEST_RATE,
     check_accumulation,
-    check_elementwise,
     check_lag,
     check_model,
     check_precision,
-    check_sharded,
     check_sizes,
     check_strategy,
 )
 from pygdist.lightning.datamodule import GraphDataModule
 from pygdist.lightning.evaluation import WholeGraphEvaluation
 from pygdist.lightning.parts import PartBatch, sampled_graph
+from pygdist.lightning.sharded import ShardedTraining, check_elementwise
 from pygdist.lightning.strategies import GraphDDPStrategy
 from pygdist.nn.inputs import fill_in_sizes, outputs_of
 from pygdist.routing import distribute, undistribute
@@ -89,8 +88,7 @@ class GraphModule(pl.LightningModule):
         self._bound: Shard | None = None  # what the backend is bound to
         self._evaluation: WholeGraphEvaluation | None = None  # in progress, if the backend does not evaluate
         self._kept_evaluation: WholeGraphEvaluation | None = None  # used again by the next
-        self._left_out = list[str]()  # parameters that DDP ignores, as each rank trains some columns
-        self._holds_old_columns = False
+        self._sharded = ShardedTraining()
         self.metrics = nn.ModuleDict()
 
     @override
@@ -98,13 +96,7 @@ class GraphModule(pl.LightningModule):
         data = self._datamodule()
         self.communicator = self._communicator()
         self._take_off()  # a run that failed left the model distributed
-        if self._holds_old_columns and self.trainer.ckpt_path is None:
-            raise InputError(
-                "the last run of this module failed within an epoch, so it holds outdated values in other ranks' "
-                "columns of the first layer's weights (first_weights='sharded'); make a new module, or give a "
-                "checkpoint (ckpt_path)"
-            )
-        self._holds_old_columns = False
+        self._sharded.begin_run(self.trainer)
         self._check(data)
         # Lightning converts after it has loaded a checkpoint, so "64-true" would round what it loads
         self.trainer.precision_plugin.convert_module(self.model)
@@ -116,34 +108,11 @@ class GraphModule(pl.LightningModule):
         savings = self.savings if lasts else replace(self.savings, first_hop=False, first_hop_mib=None)
         distribute(self.model, backend=self.backend, savings=savings, check=self.check)
         self.backend.look_at(self.model, data.batches)
-        self._leave_to_backend()
-
-    def _leave_to_backend(self) -> None:
-        """Let DDP ignore the weights that each rank trains in part."""
-        weights = self.backend.sharded_weights
-        others = [one for one in getattr(self, "_ddp_params_and_buffers_to_ignore", []) if one not in self._left_out]
-        self._left_out = []
-        if weights is not None and self.trainer.state.fn == TrainerFn.FITTING:
-            check_sharded(self.trainer, self, weights)
-            weights.share()
-            ids = set(map(id, weights.parameters))
-            self._left_out = [name for name, one in self.named_parameters() if id(one) in ids]
-        # DDP reads this name, on the module that it wraps
-        self._ddp_params_and_buffers_to_ignore = [*others, *self._left_out]
+        self._sharded.ignore(self, self.backend.sharded_weights)
 
     def _gather_weights(self) -> None:
         """Bring the weights that each rank trains in part; all ranks make the call."""
-        weights = self.backend.sharded_weights if self._bound is not None else None
-        if weights is None or not self._holds_old_columns:
-            return
-        failed = self.trainer.state.status == TrainerStatus.INTERRUPTED
-        if failed or not getattr(self.trainer.strategy, "is_open", True):
-            raise InputError(
-                "the run has ended or failed, so the ranks cannot gather the first layer's weights "
-                "(first_weights='sharded'); resume from a checkpoint that was saved before"
-            )
-        weights.gather(self.trainer.optimizers)
-        self._holds_old_columns = False
+        self._sharded.gather(self.trainer, self.backend.sharded_weights if self._bound is not None else None)
 
     def _take_off(self) -> None:
         """Put the model back as it was before :meth:`setup`."""
@@ -298,7 +267,7 @@ class GraphModule(pl.LightningModule):
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._holds_old_columns = self.backend.sharded_weights is not None
+        self._sharded.is_behind = self.backend.sharded_weights is not None
 
     @override
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
@@ -353,10 +322,7 @@ class GraphModule(pl.LightningModule):
         if weights is None or most <= 0 or gradient_clip_algorithm == "value":
             super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
             return
-        sharded = set(map(id, weights.parameters))
-        parameters = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
-        norm = weights.norm_with(one for one in parameters if id(one) not in sharded)
-        torch.nn.utils.clip_grads_with_norm_(parameters, most, norm)
+        self._sharded.clip(optimizer, most, weights)
 
     def in_step(self, batch: Shard | PartBatch, loss: Callable[[], Tensor]) -> Tensor:
         """Return the loss of a training step, with what the backend does before and after it."""
