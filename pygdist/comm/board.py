@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 import logging
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -30,6 +32,11 @@ class Board:
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
         self._store = dist.PrefixStore("pygdist-watchdog", store.clone())  # type: ignore[attr-defined]
+        self._store.set_timeout(datetime.timedelta(seconds=ANSWER_S))
+        while isinstance(store, dist.PrefixStore):
+            store = store.underlying_store
+        self._file = Path(store.path) if isinstance(store, dist.FileStore) else None  # type: ignore[attr-defined]
+        self._was_there = False
         self._rank, self._world_size = rank, world_size
         self._lock = threading.Lock()  # threads share the connection
         self.is_gone, self.answered = False, time.monotonic()
@@ -72,7 +79,11 @@ class Board:
         if self.is_gone or not self._lock.acquire(timeout=ANSWER_S):  # another thread waits for an answer
             return False, None
         try:
-            return True, call(*args)
+            if self._was_there and self._file is not None and not self._file.exists():
+                raise RuntimeError(f"{self._file} was removed")  # torch would wait for it to come back
+            result = call(*args)
+            self._was_there = True
+            return True, result
         except RuntimeError as error:
             log.debug("the rendezvous store does not answer: %s", error)
             self.is_gone = True

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -167,3 +169,15 @@ def test_a_store_that_is_gone_is_a_loss() -> None:
     assert found.heard.wait(60)
     watching.close()
     assert found == ["the rendezvous store does not answer: look at rank 0 (or the launcher), where it ran"]
+
+
+def test_a_store_whose_folder_was_removed_is_not_waited_for(tmp_path: Path) -> None:
+    """As that of a script's process group which it has destroyed, before it makes the next one."""
+    folder = tmp_path / "meeting"
+    folder.mkdir()
+    watchdog = Watchdog(dist.FileStore(str(folder / "store"), 1), 0, 1, beat_s=60)
+    watchdog.enter(0, "rows")
+    shutil.rmtree(folder)
+    start = time.monotonic()
+    watchdog.close()
+    assert time.monotonic() - start < 5
