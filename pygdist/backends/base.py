@@ -127,6 +127,8 @@ class Backend(ABC):
                 f"partition it again with num_parts={communicator.world_size}"
             )
         self.unbind()
+        if shard.n_id.is_cuda:  # a library such as nccl takes the device that is set
+            torch.cuda.set_device(shard.n_id.device)
         self._shard, self._communicator = shard, communicator
 
     def _check_placement(self, shard: Shard) -> None:
@@ -400,11 +402,14 @@ class Backend(ABC):
 
     def first_hop_bytes(self, device: torch.device) -> int:
         """Bytes that this rank may keep of hops over fixed rows."""
-        return self.savings.first_hop_bytes(device, self.num_ranks)
+        return self.savings.first_hop_bytes(device, self._sharers(device))
 
     def block_bytes(self, device: torch.device) -> int | None:
         """Bytes that the messages of one hop may take on this rank's ``device``; ``None`` for no limit."""
-        return self.savings.block_bytes(device, self.num_ranks)
+        return self.savings.block_bytes(device, self._sharers(device))
+
+    def _sharers(self, device: torch.device) -> int:
+        return 1 if self._communicator is None else self._communicator.sharers(device)
 
     @property
     def kept_bytes(self) -> int:

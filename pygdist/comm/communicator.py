@@ -25,9 +25,11 @@ from pygdist.comm.derivatives import once_differentiable
 from pygdist.comm.places import apart
 from pygdist.comm.plan import ExchangePlan
 from pygdist.comm.recorder import recorded
+from pygdist.comm.staging import HostCopy, landing
 from pygdist.comm.transfer import Transfer, as_bytes
 from pygdist.comm.transport import Transport
 from pygdist.errors import InputError, UnequalRanksError
+from pygdist.memory.gpus import number_of
 
 _TEXT_BYTES = 1024
 _ROW = 8  # numbers, of one size on all ranks, so that different calls meet and are compared
@@ -169,6 +171,11 @@ class Communicator(Transport):
         self.done()
         return rows
 
+    def meet(self, device: torch.device) -> None:
+        """Find out how many ranks share this rank's GPU (:meth:`sharers`). Every rank calls it, with its own device."""
+        gpus = self.gather([number_of(device) if device.type == "cuda" else -1.0 - self.rank])[:, 0]
+        self._on_gpu = int((gpus == gpus[self.rank]).sum())
+
     def note(self, text: str) -> None:
         """Add a text to the checksum of calls, which the next :meth:`gather` compares."""
         self._digest = zlib.crc32(text.encode(), self._digest)
@@ -265,9 +272,13 @@ class Communicator(Transport):
     def _one_sided(self, op: Callable[..., Any], end: str, rank: int, tensors: Sequence[Tensor], label: str) -> None:
         self._enter(label, counted=False)
         with self.attempt(label, rank):
-            for tensor in tensors:
-                if tensor.numel():
-                    op(as_bytes(tensor), group=self.group, **{end: rank})
+            for tensor in filter(Tensor.numel, tensors):
+                travels = tensor
+                if tensor.is_cuda and not self.is_nccl:
+                    travels = HostCopy(tensor).get() if op is dist.send else landing(tensor)
+                op(as_bytes(travels), group=self.group, **{end: rank})
+                if travels is not tensor and op is dist.recv:
+                    tensor.copy_(travels, non_blocking=True)
         self.done()
 
     @contextlib.contextmanager
@@ -330,7 +341,7 @@ class Communicator(Transport):
             group, timeout_s=self.timeout.total_seconds(), watchdog=self._watchdog, local_rank=self.local_rank
         )
         other.meter, other._parent, other._is_quiet, other._first_rank = self.meter, self, quiet, first
-        other.recorder = None if quiet else self.recorder
+        other.recorder, other._on_gpu = None if quiet else self.recorder, self._on_gpu
         self._apart = [*(one for one in self._apart if not one.is_closed), other]
         return other
 

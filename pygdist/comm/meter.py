@@ -1,16 +1,15 @@
 """The traffic meter: counts what a rank sends and receives, and the seconds that it waits, since the last reset.
 
 Bytes are payload bytes handed to the process group, without the framing of the transport. Waiting is the time that the
-calling thread is blocked in an exchange. On CUDA it is the time between events of the stream, so synchronise the device
-before you read the meter (:class:`pygdist.lightning.ExchangeMonitor` does).
+calling thread is blocked in an exchange. On CUDA it is the time between events of the stream, for which a reader waits.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -55,7 +54,7 @@ class TrafficMeter:
 
     total: Traffic = field(default_factory=Traffic)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
-    _events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list, repr=False)
+    _events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=deque, repr=False)
 
     def called(self) -> None:
         """Count a collective call."""
@@ -90,6 +89,7 @@ class TrafficMeter:
             yield
             end.record()
             self._events.append((start, end))
+            self._take_up(torch.cuda.Event.query)  # who never reads would keep them all
             return
         begin = time.perf_counter()
         try:
@@ -108,14 +108,23 @@ class TrafficMeter:
                 self.total.stage_s[name] = self.total.stage_s.get(name, 0.0) + time.perf_counter() - begin
 
     def read(self) -> Traffic:
-        """Return the counters since the last reset; on CUDA, synchronise the device first."""
-        for start, end in self._events:
-            self.total.exchange_s += start.elapsed_time(end) / 1e3
-        self._events.clear()
+        """Return the counters since the last reset."""
+        self._take_up(_has_ended)
         return self.total
+
+    def _take_up(self, is_over: Callable[[torch.cuda.Event], bool]) -> None:
+        """Add up the waits that are over on the device; they end in their order."""
+        while self._events and is_over(self._events[0][1]):
+            start, end = self._events.popleft()
+            self.total.exchange_s += start.elapsed_time(end) / 1e3
 
     def reset(self) -> Traffic:
         """Return the counters, and count from zero again."""
         with self._lock:
             total, self.total = self.read(), Traffic()
         return total
+
+
+def _has_ended(event: torch.cuda.Event) -> bool:
+    event.synchronize()
+    return True

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pygdist.comm.recorder import Span, recorded
+from pygdist.comm.staging import HostCopy, landing
 from pygdist.comm.transport import Transport
 
 _AHEAD = 2  # messages on their way at once: ranks are not quite at the same pace, and no link should wait for them
@@ -99,7 +100,12 @@ class Transfer:
             for message in self.sources
         }
         self._device = incoming[0].device
-        self._outgoing: dict[Message, Tensor] = {}
+        # gloo reads and writes memory of the host alone
+        self._is_staged = self._device.type == "cuda" and not transport.is_nccl
+        self._arriving = {
+            message: landing(rows) if self._is_staged else rows for message, rows in self._incoming.items()
+        }
+        self._outgoing: dict[Message, Tensor | HostCopy] = {}
         self._receives: dict[Message, list[Any]] = {}
         self._sends: dict[Message, list[Any]] = {}
         self._posted = 0  # of the targets
@@ -119,7 +125,7 @@ class Transfer:
 
     def give(self, message: Message, rows: Tensor) -> None:
         """Hand over the contiguous ``rows`` of one of the targets; they must not change until :meth:`finish`."""
-        self._outgoing[message] = rows
+        self._outgoing[message] = HostCopy(rows) if self._is_staged and rows.numel() else rows
         if self._round is not None:
             self._round.given[message].set()
             return
@@ -138,6 +144,9 @@ class Transfer:
             with transport.waiting(self._device), recorded(transport.recorder, "wait", self._label):
                 self._round.here[message].wait()
         self._raise()
+        arrived = self._arriving.pop(message, None)
+        if arrived is not None and self._is_staged:
+            self._incoming[message].copy_(arrived, non_blocking=True)
         return self._incoming[message]
 
     def finish(self) -> None:
@@ -211,10 +220,11 @@ class Transfer:
     def _post_receives(self) -> None:
         for message in self.sources:
             if self._incoming[message].numel():
-                self._receives[message] = [self._start(dist.irecv, message.rank, self._incoming[message])]
+                self._receives[message] = [self._start(dist.irecv, message.rank, self._arriving[message])]
 
     def _post_step(self, target: Message, source: Message) -> None:
         transport, rows = self._transport, self._outgoing[target]
+        rows = rows.get() if isinstance(rows, HostCopy) else rows
         if not transport.is_nccl:
             if rows.numel():
                 self._sends[target] = [self._start(dist.isend, target.rank, rows)]

@@ -54,6 +54,7 @@ class Transport:
         self.recorder: Recorder | None = None
         self._epoch = 0
         self._parent: Transport | None = None  # whose epoch it is
+        self._on_gpu = 0  # ranks on the GPU of this one, if that is known
         self.check_order = check_order
         self.timeout = datetime.timedelta(seconds=timeout_s)
         if watchdog is None and self.world_size > 1 and self.world_size == dist.get_world_size():
@@ -65,7 +66,7 @@ class Transport:
         self._at = ""
         self._apart: list[Transport] = []  # of the same ranks, closed with this one
         self._users: list[weakref.WeakMethod[Callable[[], None]]] = []
-        self.is_nccl = group is not None and dist.get_backend(group) == "nccl"
+        self.is_nccl = group is not None and _backend_of_gpus(group) == "nccl"
         if group is not None and self.is_nccl:
             # nccl wants every rank in the first call of a group; later pairs may then involve any two
             dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
@@ -101,6 +102,16 @@ class Transport:
     def device(self) -> torch.device:
         """The device on which the process group takes tensors: the GPU with nccl, else the CPU."""
         return torch.device("cuda" if self.is_nccl else "cpu")
+
+    def sharers(self, device: torch.device) -> int:
+        """Return how many ranks share the memory of a device, this one too.
+
+        On the host these are all ranks, as how many run on this host is not known; on a GPU those that :meth:`meet`
+        found there, or else as many as there must be on one if each GPU of this host has as few as possible.
+        """
+        if device.type != "cuda":
+            return self.world_size
+        return self._on_gpu or -(-self.world_size // max(torch.cuda.device_count(), 1))
 
     @property
     def is_closed(self) -> bool:
@@ -249,6 +260,12 @@ class Courier:
     def __del__(self) -> None:
         if self._thread is not None:
             self._jobs.put(None)
+
+
+def _backend_of_gpus(group: dist.ProcessGroup) -> str:
+    """Return the name of the backend that takes tensors of GPUs, of those in a group such as cpu:gloo,cuda:nccl."""
+    by_device = dict(one.partition(":")[::2] for one in dist.get_backend_config(group).split(","))
+    return by_device.get("cuda", "")
 
 
 def _serve(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:

@@ -201,7 +201,8 @@ class Adjacency(EdgeIndex):
         perm = self.transposed().perm
         assert perm is not None
         moved = value.index_select(0, perm)
-        return value if torch.equal(moved, value) else moved  # symmetric weights need no second copy
+        # symmetric weights need no second copy; a GPU would have to be waited for, as often as weights change
+        return value if not value.is_cuda and torch.equal(moved, value) else moved
 
     def matmul(
         self,

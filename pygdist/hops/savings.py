@@ -9,6 +9,7 @@ import psutil
 import torch
 
 from pygdist.errors import InputError
+from pygdist.memory.gpus import free_bytes
 
 _MIB = 2**20
 _BLOCK_BYTES = 256 * _MIB  # a small block stays in the cache and is faster; very many blocks are slower
@@ -22,14 +23,14 @@ class Savings:
         first_hop: Keep the result of a ``propagate`` over fixed rows (the graph's own features) and use it again. Its
             halo rows are then fetched only once.
         first_hop_mib: Memory of one rank for these results, in MiB. ``None``: a quarter of the memory free at the first
-            result; on a CPU, divided by the number of ranks. A result that does not fit is computed in every pass.
+            result, divided by the ranks that share it. A result that does not fit is computed in every pass.
         cheaper_side: Aggregate on the narrower side of a layer's weight: :math:`(A X) W = A (X W)`.
         no_input_gradient: Compute no gradient for rows that need none.
         fused_attention: Run GAT, GATv2 and Transformer layers by :mod:`pygdist.kernels.attention`, which has first
             derivatives only.
         block_mib: Memory that the messages of one ``propagate`` may take, in MiB, if the layer's own ``message`` runs.
             A hop that would take more runs in blocks of destinations, which are computed again in the backward pass.
-            ``None``: 256 MiB, or a quarter of the free memory (on a CPU, divided by the ranks) if less; 0: no blocks.
+            ``None``: 256 MiB, or if less a quarter of the free memory divided by the ranks that share it; 0: no blocks.
 
     Raises:
         InputError: If a limit is negative or not finite.
@@ -53,7 +54,7 @@ class Savings:
             )
 
     def first_hop_bytes(self, device: torch.device, ranks: int) -> int:
-        """Bytes of results that one of ``ranks`` ranks may keep on ``device``."""
+        """Bytes of results that one of ``ranks`` ranks that share ``device`` may keep there."""
         return _limit(self.first_hop_mib, device, ranks)
 
     def block_bytes(self, device: torch.device, ranks: int) -> int | None:
@@ -68,6 +69,5 @@ def _limit(mib: float | None, device: torch.device, ranks: int) -> int:
     if mib is not None:
         return int(mib * _MIB)
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] // 4
-    # assume that all ranks share this machine: how many do is not known
+        return free_bytes(device) // 4 // ranks
     return int(psutil.virtual_memory().available) // 4 // ranks

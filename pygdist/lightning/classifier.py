@@ -14,14 +14,17 @@ from typing_extensions import override
 from pygdist.backends import Backend, Savings
 from pygdist.errors import InputError
 from pygdist.graph import Shard
+from pygdist.graph.adjacency import Slot
+from pygdist.graph.memo import Memo
 from pygdist.hops.arguments import each_tensor
 from pygdist.lightning.module import GraphModule, Mean
 from pygdist.lightning.parts import PartBatch, sampled_graph
 from pygdist.nn.inputs import checked_columns, checked_rows, outputs_of
-from pygdist.nn.loss import labelled, node_losses, summed_loss
+from pygdist.nn.loss import labelled_rows, node_losses, summed_loss
 
 Stage = Literal["train", "val", "test"]
 
+_LABELLED = Slot[Memo[Tensor]]("labelled nodes of each stage")
 _UNLABELLED = "the graph has no labelled nodes for stage '{0}' ({0}_mask)"
 
 
@@ -185,7 +188,7 @@ class NodeClassifier(GraphModule):
         """Return the summed loss over labelled training nodes, and their share; update and log the metrics."""
         if shard.y is None or shard.train_mask is None or not shard.counts["train_mask"]:
             raise InputError(_UNLABELLED.format("train"))
-        return self._noted(out, shard.y, shard.train_mask, "train")
+        return self._noted(out, shard.y, _labelled_rows(shard, "train"), "train")
 
     def _learn_sample(self, shard: Shard, sample: Data, num_in_step: int | None) -> Tensor:
         """Return the mean loss of a mini-batch's training nodes; with GraphSAINT's norms it estimates the part's."""
@@ -196,13 +199,14 @@ class NodeClassifier(GraphModule):
         norm = graph.get("node_norm")
         if "train_mask" not in graph:  # outputs and labels are those of the seeds
             every = torch.ones(len(graph.y), dtype=torch.bool, device=graph.y.device)
-            total, share = self._noted(out, graph.y, every, "train")
+            total, share = self._noted(out, graph.y, labelled_rows(graph.y, every), "train")
         elif norm is None:
-            total, share = self._noted(out, graph.y, graph.train_mask, "train")
+            total, share = self._noted(out, graph.y, labelled_rows(graph.y, graph.train_mask), "train")
         else:  # a node's norm is the share of the part's training nodes that it stands for
             weights = self._weights_of(shard.y)
             share = float(shard.train_mask.sum() if weights is None else weights[shard.train_mask].sum())
-            total, _ = self._noted(out, graph.y, graph.train_mask, "train", norm * int(shard.train_mask.sum()))
+            rows = labelled_rows(graph.y, graph.train_mask)
+            total, _ = self._noted(out, graph.y, rows, "train", norm * int(shard.train_mask.sum()))
         return self.scaled(total, self._in_step(share, num_in_step), share)
 
     def _in_step(self, share: float, num_in_step: int | None) -> float:
@@ -219,10 +223,10 @@ class NodeClassifier(GraphModule):
     def _evaluate(self, batch: Shard | PartBatch, stage: Stage) -> None:
         """Update and log the metrics of a stage."""
         shard, out = self.evaluated(batch)
-        mask = getattr(shard, f"{stage}_mask")
-        if shard.y is None or mask is None or not shard.counts[f"{stage}_mask"]:
+        if shard.y is None or getattr(shard, f"{stage}_mask") is None or not shard.counts[f"{stage}_mask"]:
             raise InputError(_UNLABELLED.format(stage))
-        self._noted(each_tensor(out, lambda one: one.to(shard.x.device)), shard.y, mask, stage)
+        rows = _labelled_rows(shard, stage)
+        self._noted(each_tensor(out, lambda one: one.to(shard.x.device)), shard.y, rows, stage)
 
     def _idle(self, num_in_step: int | None, sample: Data | None) -> Tensor:
         """Return the loss of a rank that has nothing to train in a step; it takes part in all collective calls."""
@@ -241,13 +245,12 @@ class NodeClassifier(GraphModule):
         return loss
 
     def _noted(
-        self, out: Any, y: Tensor, mask: Tensor, stage: Stage, weight: Tensor | None = None
+        self, out: Any, y: Tensor, rows: Tensor, stage: Stage, weight: Tensor | None = None
     ) -> tuple[Tensor, float]:
-        """Return the summed loss over a mask's labelled nodes (times ``weight``) and their share; log the metrics."""
+        """Return the summed loss over labelled ``rows`` (times ``weight``) and their share; log the metrics."""
         of_classes = self._weights_of(y)
         factor = weight if of_classes is None else of_classes if weight is None else weight * of_classes
-        total, count = summed_loss(out, y, mask, factor, self.node_losses)
-        rows = labelled(y, mask)
+        total, count = summed_loss(out, y, rows, factor, self.node_losses)
         share = count if factor is None else float(factor[rows].sum())
         self._log(stage, self.logits(out)[rows], y[rows], total, share, None if weight is None else weight[rows])
         return total, share
@@ -266,6 +269,13 @@ class NodeClassifier(GraphModule):
         options: dict[str, Any] = {"on_step": False, "on_epoch": True, "batch_size": 1}
         self.log(f"{stage}_loss", loss, **options)
         self.log(f"{stage}_{self._score_name}", score, prog_bar=True, **options)
+
+
+def _labelled_rows(shard: Shard, stage: Stage) -> Tensor:
+    """Return the labelled nodes of a stage; kept with the part, as the host waits for a GPU to find them."""
+    y, mask = shard.y, getattr(shard, f"{stage}_mask")
+    assert y is not None, "the caller checks it"
+    return shard.adjacency.slot(_LABELLED, Memo).get(stage, (y, mask), lambda: labelled_rows(y, mask))
 
 
 def _score(shard: Shard) -> Metric:

@@ -214,6 +214,8 @@ class GraphDDPStrategy(DDPStrategy):
             watchdog=self._watchdog,
             local_rank=self.local_rank,
         )
+        if self.root_device.type == "cuda":
+            self._communicator.meet(self.root_device)
         self._stopping.begin(self._current_trainer, self._watchdog)
         if self._current_trainer is not None:
             self._communicator.agree(read_only_folder(self._current_trainer) or unusable_name(self._current_trainer))

@@ -79,12 +79,12 @@ class GlobalLaplacian:
     def largest(self, edges: Tensor, weight: Tensor, num_nodes: int) -> Tensor:
         """Return the largest weight of any rank's edges; its gradient is shared by all edges with this weight."""
         ranks, own = self._ranks, edges[1] < self._num_with_edges(num_nodes)
+        mine = weight.masked_fill(~own, float("-inf"))
         if ranks.alone:
-            return weight[own].max()
-        here = weight.detach()[own]
-        most = ranks.max_over_ranks(float(here.max()) if here.numel() else float("-inf"))
+            return mine.max()
+        most = ranks.max_over_ranks(float(mine.detach().max()) if mine.numel() else float("-inf"))
         ties = own & (weight.detach() == most)
-        total, count = ranks.sum_over_ranks(torch.stack([weight[ties].sum(), ties.sum().to(weight)]))
+        total, count = ranks.sum_over_ranks(torch.stack([torch.where(ties, weight, 0).sum(), ties.sum().to(weight)]))
         largest: Tensor = total / count
         return largest
 

@@ -19,6 +19,11 @@ def labelled(y: Tensor, mask: Tensor) -> Tensor:
     return mask & (y >= 0 if y.dim() == 1 else ~torch.isnan(y).any(dim=1))
 
 
+def labelled_rows(y: Tensor, mask: Tensor) -> Tensor:
+    """Return the rows that :func:`labelled` keeps, ``(k,)`` int64, rising; the host waits for a GPU."""
+    return labelled(y, mask).nonzero().squeeze(1)
+
+
 def node_losses(output: Tensor, y: Tensor) -> Tensor:
     r"""Return the loss of each node, :math:`(n)`.
 
@@ -36,11 +41,11 @@ def node_losses(output: Tensor, y: Tensor) -> Tensor:
 def summed_loss(
     output: Any,
     y: Tensor,
-    mask: Tensor,
+    chosen: Tensor,
     weight: Tensor | None = None,
     losses: Callable[[Any, Tensor], Tensor] = node_losses,
 ) -> tuple[Tensor, int]:
-    r"""Return the sum of the losses over the labelled nodes of ``mask``, and the number of these nodes.
+    r"""Return the sum of the losses over the labelled nodes of a mask, and the number of these nodes.
 
     Without any node the sum is a zero that still depends on every parameter, so that the rank takes part in the
     backward exchanges.
@@ -48,29 +53,29 @@ def summed_loss(
     Args:
         output: Output of the model for each node, or several of them in a collection.
         y: Labels.
-        mask: Nodes to sum over.
+        chosen: Nodes to sum over, as a mask, or as :func:`labelled_rows` of one, for which no GPU is waited for.
         weight: Factor on the loss of each node; 1 by default.
         losses: Computes the loss of each node from outputs and labels.
 
     Shapes:
-        ``output`` is :math:`(n, C)`; ``y`` :math:`(n)` or :math:`(n, C)`; ``mask`` :math:`(n)` bool; ``weight``
-        :math:`(n)`.
+        ``output`` is :math:`(n, C)`; ``y`` :math:`(n)` or :math:`(n, C)`; ``chosen`` :math:`(n)` bool or :math:`(k)`
+        int64; ``weight`` :math:`(n)`.
 
     Raises:
         InputError: If ``losses`` does not return one value for each node.
     """
-    chosen = labelled(y, mask)
-    values = losses(apply_to_collection(output, Tensor, partial(_chosen, chosen)), y[chosen])
-    count = int(chosen.sum())
-    if values.shape != (count,):
+    rows = labelled_rows(y, chosen) if chosen.dtype == torch.bool else chosen
+    values = losses(apply_to_collection(output, Tensor, partial(_chosen, y.size(0), rows)), y.index_select(0, rows))
+    if values.shape != rows.shape:
         name = getattr(losses, "__qualname__", type(losses).__name__)
         raise InputError(
-            f"{name} returns values of shape {tuple(values.shape)} for {count} nodes, expected one for each; for "
+            f"{name} returns values of shape {tuple(values.shape)} for {len(rows)} nodes, expected one for each; for "
             "losses of torch use reduction='none'"
         )
-    return values.sum() if weight is None else values @ weight[chosen].to(values.dtype), count
+    factor = None if weight is None else weight.index_select(0, rows).to(values.dtype)
+    return values.sum() if factor is None else values @ factor, len(rows)
 
 
-def _chosen(chosen: Tensor, value: Tensor) -> Tensor:
-    """The chosen rows of a tensor with a row for each node; any other tensor as it is."""
-    return value[chosen] if value.dim() and value.size(0) == chosen.size(0) else value
+def _chosen(num_nodes: int, rows: Tensor, value: Tensor) -> Tensor:
+    """Return some rows of a tensor with a row for each node; any other tensor as it is."""
+    return value.index_select(0, rows) if value.dim() and value.size(0) == num_nodes else value

@@ -142,18 +142,25 @@ class _Looped:
         self._edges: Adjacency | None = None
         self.csr = adjacency.csr()
         if num_loops:
-            self._was_loop = is_self_loop(self.csr)
-            self.csr, self._is_loop = insert_self_loops(keep_entries(self.csr, ~self._was_loop), num_loops)
+            self._place = self._add_loops()
 
     def weights(self, weight: Tensor, fill_value: float) -> Tensor:
         """Return the weights of :attr:`csr`; loops that existed before keep their weights."""
         if not self._num_loops:
             return weight
-        loops = weight.new_full((self._num_loops, *weight.shape[1:]), fill_value)
-        loops[self._adjacency.csr().index[self._was_loop].long()] = weight[self._was_loop]
-        out = weight.new_empty(self.csr.num_entries, *weight.shape[1:])
-        out = out.index_put((~self._is_loop,), weight[~self._was_loop])
-        return out.index_put((self._is_loop,), loops)
+        fill = weight.new_full((1, *weight.shape[1:]), fill_value)
+        return torch.cat([weight, fill]).index_select(0, self._place)
+
+    def _add_loops(self) -> Tensor:
+        """Add the loops; return for each entry the place of its weight in the edges', of which a new loop's is last."""
+        before, was_loop = self.csr, is_self_loop(self.csr)
+        self.csr, is_loop = insert_self_loops(keep_entries(before, ~was_loop), self._num_loops)
+        loops = was_loop.nonzero().squeeze(1)
+        of_loops = loops.new_full((self._num_loops,), before.num_entries)
+        of_loops[before.index.index_select(0, loops).long()] = loops
+        place = loops.new_empty(self.csr.num_entries)
+        place[~is_loop], place[is_loop] = (~was_loop).nonzero().squeeze(1), of_loops
+        return place
 
     def edges(self, num_src: int) -> Adjacency:
         """Return :attr:`csr` with ``num_src`` sources; the same object for the same number."""

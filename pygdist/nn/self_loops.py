@@ -34,7 +34,7 @@ class KeptSelfLoops:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        # by edges and function: the new edges, and a mask of the edges that stayed or were added
+        # by edges and function: the new edges, and for each of them the place of its attribute in PyG's order
         self._edges = Memo[tuple[Adjacency, Tensor]](_MOST_KEPT)
         self._attributes = Memo[Tensor](_MOST_KEPT)  # of the edges without loops
 
@@ -48,16 +48,16 @@ class KeptSelfLoops:
         if not isinstance(edge_index, Adjacency):
             result: tuple[Any, Tensor | None] = remove_self_loops(edge_index, edge_attr)
             return result
-        without, keep = self._edges.get(
+        without, kept = self._edges.get(
             (id(edge_index), "remove"), (edge_index,), lambda: self._without_loops(edge_index)
         )
         if edge_attr is None or without is edge_index:
             return without, edge_attr
         if not fixable(edge_attr):
-            return without, edge_attr[keep]
+            return without, edge_attr.index_select(0, kept)
         # the same attributes give the same tensor, as on ranks without loops, so that all ranks keep the same results
         key = id(edge_index), *identity_of(edge_attr)
-        return without, self._attributes.get(key, (edge_index, edge_attr), lambda: edge_attr[keep])
+        return without, self._attributes.get(key, (edge_index, edge_attr), lambda: edge_attr.index_select(0, kept))
 
     def add(
         self, edge_index: Any, edge_attr: Tensor | None = None, fill_value: Any = None, num_nodes: Any = None
@@ -72,11 +72,12 @@ class KeptSelfLoops:
         return self._with_loops(add_remaining_self_loops, edge_index, edge_attr, fill_value, num_nodes)
 
     def _without_loops(self, edges: Adjacency) -> tuple[Adjacency, Tensor]:
-        """Return the edges between different nodes, and the mask of these edges."""
+        """Return the edges between different nodes, and their places among all."""
         csr = edges.csr()
         keep = ~is_self_loop(csr)
         any_loops = self._ranks.max_over_ranks(int(not keep.all())) > 0
-        return Adjacency.from_csr(keep_entries(csr, keep)) if any_loops else edges, keep
+        kept = keep.nonzero().squeeze(1)
+        return Adjacency.from_csr(keep_entries(csr, keep)) if any_loops else edges, kept
 
     def _with_loops(
         self, pyg: Callable[..., Any], edge_index: Any, edge_attr: Tensor | None, fill_value: Any, num_nodes: Any
@@ -92,7 +93,7 @@ class KeptSelfLoops:
             result: tuple[Any, Tensor | None] = pyg(edge_index, edge_attr, fill_value, num_nodes)
             return result
         num_rows, num_nodes = num_nodes, num_rows_with_loops(self._ranks, num_nodes)
-        adjacency, is_loop = self._edges.get(
+        adjacency, place = self._edges.get(
             (id(edge_index), pyg, num_nodes),
             (edge_index,),
             lambda: _with_loops(edge_index, num_nodes, replace=pyg is add_remaining_self_loops),
@@ -105,9 +106,7 @@ class KeptSelfLoops:
         _, appended = pyg(edge_index.as_tensor(), edge_attr, fill_value, num_nodes)
         if whole is not None:
             appended = _with_values(appended, whole, edge_index, replaced=pyg is add_remaining_self_loops)
-        ordered = torch.empty_like(appended)
-        ordered[~is_loop], ordered[is_loop] = appended[: -num_nodes or None], appended[appended.size(0) - num_nodes :]
-        return adjacency, ordered
+        return adjacency, appended.index_select(0, place)
 
     def _filled(self, edges: Adjacency, edge_attr: Tensor, num_rows: int, reduce: str) -> Tensor:
         """Reduce the attributes of each row's in-edges in all parts, as PyG does for loops that it adds."""
@@ -145,7 +144,15 @@ def _with_values(appended: Tensor, values: Tensor, edges: Adjacency, *, replaced
 
 
 def _with_loops(edges: Adjacency, num_nodes: int, *, replace: bool) -> tuple[Adjacency, Tensor]:
-    """Add a self-loop at each node, and return the edges and the mask of new loops; ``replace`` drops existing ones."""
+    """Add a self-loop at each node; ``replace`` drops those that exist.
+
+    Returns:
+        The edges, and for each the place of its attribute in PyG's order, in which the new loops come last.
+    """
     csr = edges.csr()
     csr, is_loop = insert_self_loops(keep_entries(csr, ~is_self_loop(csr)) if replace else csr, num_nodes)
-    return Adjacency.from_csr(csr), is_loop
+    place = torch.empty(csr.num_entries, dtype=torch.int64, device=csr.indptr.device)
+    num_others = csr.num_entries - num_nodes
+    place[~is_loop] = torch.arange(num_others, device=place.device)
+    place[is_loop] = torch.arange(num_others, csr.num_entries, device=place.device)
+    return Adjacency.from_csr(csr), place

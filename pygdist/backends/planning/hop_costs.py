@@ -195,7 +195,8 @@ def time_hops(
         communicator: The ranks.
         widths: Values of a source row that each hop reads.
     """
-    like = next((one for one in call.model.parameters() if one.is_floating_point()), torch.empty(0)).detach()
+    floats = (one for one in call.model.parameters() if one.is_floating_point())
+    like = next(floats, torch.empty(0, device=adjacency.device)).detach()
     trials = _Trials(call, rehearse, begin_pass, adjacency, communicator, len(widths))
     with torch.enable_grad():
         first = trials.run(_FIRST_ROWS, _FIRST_EDGES, 1, _FIRST_ROUND_S)

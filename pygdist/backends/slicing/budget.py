@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Shard
+from pygdist.memory.gpus import free_bytes, number_of
 from pygdist.memory.overflow import Overflow, writable
 
 _GIB = 2**30
@@ -68,12 +68,11 @@ def overflow_of(
         return Overflow(on, int(memory_gib * _GIB), folder)
     if on.type != "cuda":
         return None
-    free = float(torch.cuda.mem_get_info(on)[0]) / 2
-    gpu = float(zlib.crc32(str(torch.cuda.get_device_properties(on).uuid).encode()))  # ranks may share it
+    free = free_bytes(on) / 2
     width = -(-max(shard.x.size(-1), sizes.widest) // communicator.world_size)
     needed = (_INDEX_COPIES + sizes.heads - 1) * 4 * shard.num_edges
     needed += _SLICE_COPIES * shard.num_nodes * width * shard.value_bytes
-    ranks = communicator.gather([free, float(needed), gpu])
+    ranks = communicator.gather([free, float(needed), number_of(on)])
     budgets = ranks[:, 0] / (ranks[:, 2:] == ranks[:, 2]).sum(dim=1)
     short = on != here or bool((ranks[:, 1] > budgets).any())
     return Overflow(on, int(budgets.min()), folder) if short else None

@@ -1,0 +1,340 @@
+"""A GPU that is none: its tensors are ``cuda:0`` for all code, compute on the CPU, and refuse what a GPU refuses.
+
+Inside :func:`emulated_gpu` an operator that mixes devices raises, and each wait of the host for the device is noted, as
+``torch.cuda.set_sync_debug_mode`` would. The backward pass runs on autograd's thread for the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import FrameType, SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._library.custom_ops import OPDEFS
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from tests.cuda.cells import CELLS
+
+aten = torch.ops.aten
+DEVICE = torch.device("cuda", 0)
+FREE_BYTES = 8 * 2**30
+
+_SIZES_FROM_DEVICE = {  # the host waits for the size of the result
+    aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten._unique2, aten.unique_consecutive,
+    aten.unique_dim, aten.bincount, aten.equal, aten.is_nonzero, aten._unique,
+}  # fmt: skip
+_COPIES = {aten._to_copy, aten.copy_, aten._copy_from}
+_INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}  # by tensors of either device
+_NO_MIX = {aten.index_select, aten.mm, aten.addmm, aten.bmm, aten.gather, aten.scatter_reduce_, aten.index_add_}
+
+
+class EmulatedTensor(Tensor):
+    """A tensor on the emulated GPU.
+
+    Attributes:
+        held: Its values, on the CPU.
+    """
+
+    held: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> EmulatedTensor:
+        """Wrap a tensor of the CPU; its memory is shared."""
+        strided = held.layout == torch.strided
+        out = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, held.size(), strides=held.stride() if strided else None, dtype=held.dtype, device=DEVICE,
+            storage_offset=held.storage_offset() if strided else None,
+        )  # fmt: skip
+        out.held = held
+        return out  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Refuse to compute outside of the emulation, for example on a thread that does not know of it."""
+        raise RuntimeError(f"{func} on the emulated GPU, outside of emulated_gpu()")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copied = self.detach().clone().requires_grad_(self.requires_grad)
+        if isinstance(self, torch.nn.Parameter):
+            copied = torch.nn.Parameter(copied, self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+    def __repr__(self) -> str:
+        return f"EmulatedTensor({self.held!r}, device='{DEVICE}')"
+
+
+_OURS = (Tensor, torch.nn.Parameter, EmulatedTensor)
+
+
+class Waits:
+    """What the host does with the device.
+
+    Attributes:
+        lines: The operators for which it waited, each with the line that called it, of pygdist or PyG.
+        devices: The devices that it set.
+    """
+
+    def __init__(self) -> None:
+        self.lines = list[str]()
+        self.devices = list[str]()
+
+    def note(self, operator: str) -> None:
+        """Note a wait."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            path = Path(frame.f_code.co_filename)
+            package = next((one for one in ("torch_geometric", "pygdist") if one in path.parts), None)
+            if package is not None:
+                place = f"{package}/{str(path).rpartition(f'{package}/')[2]}:{frame.f_lineno}"
+                self.lines.append(f"{operator} in {place}")
+                return
+            frame = frame.f_back
+        self.lines.append(f"{operator} in the caller")
+
+
+def check_built() -> None:
+    """Refuse a process that does not emulate a GPU."""
+    if torch.accelerator.current_accelerator() != torch.device("cuda") or torch.version.cuda is not None:
+        raise RuntimeError("call this in a process of tests.cuda.process, on a machine whose torch has no CUDA")
+
+
+@contextlib.contextmanager
+def emulated_gpu(*, reserved: int = 0, allocated: int = 0) -> Iterator[Waits]:
+    """Emulate one GPU; yields the waits of the host for it. Use it in an emulated process.
+
+    Args:
+        reserved: Bytes that torch holds.
+        allocated: Bytes of these that are in use.
+    """
+    check_built()
+    waits = Waits()
+    mode = _Emulation(waits)
+    with contextlib.ExitStack() as stack:
+        for name, value in {**_cuda(waits), **_memory(reserved, allocated)}.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
+        torch.__future__.set_overwrite_module_params_on_conversion(True)  # else a parameter keeps its class
+        stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, overwrites)
+        for of, name, function in _before_dispatch(mode):
+            stack.enter_context(mock.patch.object(of, name, function))
+        stack.enter_context(mode)
+        yield waits
+
+
+def _memory(reserved: int, allocated: int) -> dict[str, Any]:
+    return {
+        "mem_get_info": lambda device=None: (FREE_BYTES, 2 * FREE_BYTES),
+        "memory_reserved": lambda device=None: reserved,
+        "memory_allocated": lambda device=None: allocated,
+    }
+
+
+class _Event:
+    """An event of a device that computes at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def record(self, *_: Any) -> None: ...
+
+    def wait(self, *_: Any) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, other: _Event) -> float:
+        return 1000.0  # milliseconds
+
+
+class _Stream(_Event):
+    def wait_stream(self, *_: Any) -> None: ...
+
+    def wait_event(self, *_: Any) -> None: ...
+
+    def record_event(self, *_: Any) -> _Event:
+        return _Event()
+
+
+def _cuda(waits: Waits) -> dict[str, Any]:
+    """Return what stands for the functions of ``torch.cuda``."""
+    properties = SimpleNamespace(total_memory=2 * FREE_BYTES, uuid="emulated", name="emulated", multi_processor_count=1)
+    return {
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda device: waits.devices.append(str(device)),
+        "synchronize": lambda device=None: waits.note("synchronize"),
+        "max_memory_allocated": lambda device=None: 0,
+        "reset_peak_memory_stats": lambda device=None: None,
+        "get_device_properties": lambda device=None: properties,
+        "get_device_name": lambda device=None: "emulated",
+        "get_rng_state_all": lambda: [torch.get_rng_state()],
+        "set_rng_state_all": lambda states: torch.set_rng_state(states[0]),
+        "get_rng_state": lambda device=None: torch.get_rng_state(),
+        "set_rng_state": lambda state, device=None: torch.set_rng_state(state),
+        "default_generators": (torch.default_generator,),
+        "Event": _Event,
+        "Stream": _Stream,
+        "current_stream": lambda device=None: _Stream(),
+        "stream": lambda stream: contextlib.nullcontext(),
+    }
+
+
+def _before_dispatch(mode: _Emulation) -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Return functions that decide before torch's dispatcher: of what, their name, and what stands for each."""
+    sparse, addresses = (
+        torch.sparse_csr_tensor,
+        {name: getattr(Tensor, name) for name in ("data_ptr", "untyped_storage")},
+    )
+
+    def made(make: Callable[..., Any], *args: Any, device: Any = None, **given: Any) -> Any:
+        one = make(*args, **given) if device is None or torch.device(device).type == "cuda" else None
+        if one is None:
+            return make(*args, device=device, **given)
+        return one if device is None else one.to(device)
+
+    def sparse_csr(crow: Tensor, column: Tensor, values: Tensor, size: Any, **given: Any) -> Tensor:
+        if not isinstance(crow, EmulatedTensor):
+            return sparse(crow, column, values, size, **given)
+        mode.check("sparse_csr_tensor", [crow, column, values])
+        return EmulatedTensor(sparse(*map(_held, (crow, column, values)), size, **given))
+
+    def to_list(one: Tensor, of: Callable[[Tensor], Any] = Tensor.tolist) -> Any:
+        if isinstance(one, EmulatedTensor):
+            mode.waits.note("tolist")
+        return of(_held(one))
+
+    def pinned(one: Tensor) -> Tensor:
+        mode.pinned[one] = True
+        return one
+
+    return [
+        (torch, "tensor", partial(made, torch.tensor)),
+        (torch, "as_tensor", partial(made, torch.as_tensor)),
+        (torch, "sparse_csr_tensor", sparse_csr),
+        (Tensor, "tolist", lambda one: to_list(one)),
+        (Tensor, "pin_memory", pinned),
+        (Tensor, "is_pinned", lambda one: one in mode.pinned),
+        *((Tensor, name, lambda one, of=of: of(_held(one))) for name, of in addresses.items()),
+    ]
+
+
+class _Emulation(TorchDispatchMode):
+    """Runs each operator on the CPU, after it has checked the devices of its tensors."""
+
+    def __init__(self, waits: Waits) -> None:
+        super().__init__()
+        self.waits = waits
+        self.pinned = WeakTensorKeyDictionary()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if any(one not in _OURS and one.__torch_dispatch__ is not Tensor.__torch_dispatch__ for one in types):
+            return NotImplemented  # an adjacency, which calls operators on its tensors
+        given = dict(kwargs or {})
+        tensors = [one for one in tree_leaves((args, given)) if isinstance(one, Tensor)]
+        here = [one for one in tensors if isinstance(one, EmulatedTensor)]
+        if here and func.namespace == "pygdist":
+            with self:  # as on a GPU, by torch's operators
+                return OPDEFS[func.name()]._init_fn(*args, **given)
+        if here and func.namespace == "c10d" and func.overloadpacket._qualified_op_name.endswith(("send", "recv_")):
+            raise RuntimeError(f"gloo was given memory of the GPU in {func}")
+        operator = func.overloadpacket
+        device = given.pop("device", None)
+        there = bool(here) if device is None else torch.device(device).type == "cuda"
+        if operator in _COPIES:
+            there = self._check_copy(operator, args, given, there)
+        else:
+            self._check_call(func, tensors, args, given)
+        if device is not None:
+            given["device"] = torch.device("cpu")
+        pins = given.pop("pin_memory", False)
+        plain, named = tree_map(_held, (tuple(args), given))
+        out = CELLS.get(operator, func)(*plain, **named)
+        if operator is aten._to_copy:
+            out = out.clone() if out is plain[0] else out
+        if pins:
+            self.pinned[out] = True
+        return _like_arguments(func, args, given, out, wraps=there)
+
+    def _check_copy(self, operator: Any, args: Sequence[Any], given: Mapping[str, Any], there: bool) -> bool:
+        """Note a copy that the host waits for; return true if its result is on the device."""
+        to, of = (there, args[0]) if operator is aten._to_copy else (isinstance(args[0], EmulatedTensor), args[1])
+        from_device = isinstance(of, EmulatedTensor)
+        if to != from_device:
+            asynchronous = given.get("non_blocking", len(args) > 2 and bool(args[2]))
+            host = of if to else args[0] if operator is not aten._to_copy else None
+            pinned = host is not None and host in self.pinned
+            if not (asynchronous and (to or pinned)):
+                self.waits.note("copy from the host" if to else "copy to the host")
+        return to
+
+    def check(self, operator: object, tensors: Sequence[Tensor], *, numbers: bool = False) -> None:
+        """Refuse tensors of two devices; ``numbers`` of the host go with any."""
+        others = [one for one in tensors if not isinstance(one, EmulatedTensor)]
+        if len(others) < len(tensors) and any(one.dim() or not numbers for one in others):
+            shapes = ", ".join(f"{one.device}{list(one.shape)}" for one in tensors)
+            raise RuntimeError(f"Expected all tensors to be on the same device, but {operator} got {shapes}")
+
+    def _check_call(self, func: Any, tensors: list[Tensor], args: Sequence[Any], given: Mapping[str, Any]) -> None:
+        """Refuse tensors of two devices, and note an operator whose result the host waits for."""
+        operator = func.overloadpacket
+        if not any(isinstance(one, EmulatedTensor) for one in tensors):
+            return
+        if operator in _INDEXED and isinstance(args[0], EmulatedTensor):
+            indices = [one for one in args[1] if one is not None]
+            tensors = [one for one in tensors if not any(one is index for index in indices)]
+            if any(one.dtype in (torch.bool, torch.uint8) or not isinstance(one, EmulatedTensor) for one in indices):
+                self.waits.note(f"{operator} by a mask, or by indices on the host")
+        self.check(operator, tensors, numbers=operator not in _NO_MIX)
+        if operator in _SIZES_FROM_DEVICE or (
+            func is aten.repeat_interleave.Tensor and given.get("output_size") is None
+        ):
+            self.waits.note(str(operator))
+
+
+def _held(value: Any) -> Any:
+    return value.held if isinstance(value, EmulatedTensor) else value
+
+
+def _like_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, *, wraps: bool) -> Any:
+    """Return what an operator put out: arguments that it wrote into as they were given, others wrapped."""
+    schema = func._schema
+    written: dict[str, Any] = {}
+    for number, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            for name in argument.alias_info.before_set:
+                written[name] = value
+
+    def result(returned: Any, one: Any) -> Any:
+        if returned.alias_info is not None and returned.alias_info.is_write:
+            given = written[next(iter(returned.alias_info.before_set))]
+            for wrapper in tree_leaves(given):
+                if isinstance(wrapper, EmulatedTensor) and wrapper.shape != wrapper.held.shape:
+                    raise NotImplementedError(f"{func} changes the shape of a tensor, which is not emulated")
+            return given
+        return tree_map(lambda x: EmulatedTensor(x) if isinstance(x, Tensor) and wraps else x, one)
+
+    if len(schema.returns) == 1:
+        return result(schema.returns[0], out)
+    if not schema.returns:
+        return out
+    return tuple(result(returned, one) for returned, one in zip(schema.returns, out, strict=True))

@@ -1,0 +1,86 @@
+"""A process in which torch finds an emulated GPU. It must know of it before torch is imported: import no torch here."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import multiprocessing
+import pickle
+import subprocess
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+
+class EmulatedProcess:
+    """Runs functions in a process of its own with an emulated GPU, one after the other.
+
+    Example:
+        >>> with EmulatedProcess() as process:
+        ...     waits = process.run(train_a_step)
+    """
+
+    def __enter__(self) -> EmulatedProcess:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call ``function(*args)`` there and return its result. It enters ``emulated_gpu()`` itself.
+
+        Raises:
+            AssertionError: With the traceback of what the function raised.
+        """
+        self.start(function, *args)
+        return self.result()
+
+    def start(self, function: Callable[..., Any], *args: Any) -> None:
+        """Call ``function(*args)`` there, and do not wait for it."""
+        self._pipe.send_bytes(pickle.dumps((function, args)))
+
+    def result(self) -> Any:
+        """Wait for what :meth:`start` called, and return its result; raises as :meth:`run`."""
+        done, result = pickle.loads(self._pipe.recv_bytes())
+        assert done, result
+        return result
+
+
+def _serve(pipe: Connection) -> None:
+    load_device()
+    while True:
+        try:
+            asked = pipe.recv_bytes()
+        except EOFError:
+            return
+        try:
+            function, args = pickle.loads(asked)
+            answer = True, function(*args)
+        except BaseException:
+            answer = False, traceback.format_exc()
+        pipe.send_bytes(pickle.dumps(answer))
+
+
+def load_device() -> None:
+    """Compile and load ``device.cpp``."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    root = Path(spec.submodule_search_locations[0])
+    includes, libraries = f"-I{root / 'include'}", [f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}"]
+    source = Path(__file__).with_name("device.cpp")
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "device.so"
+        command = ["c++", "-std=c++20", "-shared", "-fPIC", includes, str(source), "-o", str(library), *libraries]
+        subprocess.run([*command, "-lc10", "-ltorch_cpu"], check=True)
+        ctypes.CDLL(str(library))

@@ -1,0 +1,69 @@
+"""Budgets of GPU memory, the meter's events and the current device, on an emulated GPU."""
+
+from __future__ import annotations
+
+import torch
+
+from pygdist.backends import CommBackend, Savings
+from pygdist.comm import Communicator, TrafficMeter
+from pygdist.hops.savings import _BLOCK_BYTES
+from pygdist.memory import gpus
+from tests.cuda import steps
+from tests.cuda.emulation import FREE_BYTES, emulated_gpu
+from tests.cuda.process import EmulatedProcess
+
+GPU = torch.device("cuda", 0)
+
+
+def _budgets() -> list[int]:
+    with emulated_gpu(reserved=3 << 20, allocated=1 << 20):
+        one = Communicator()
+        one.meet(GPU)
+        return [
+            gpus.free_bytes(GPU),
+            Savings().first_hop_bytes(GPU, 1),
+            Savings().first_hop_bytes(GPU, 4),
+            Savings().block_bytes(GPU, 1000) or 0,
+            one.sharers(GPU),
+        ]
+
+
+def test_free_memory_counts_what_torch_keeps_and_is_divided_by_the_ranks_on_a_gpu(gpu: EmulatedProcess) -> None:
+    free = FREE_BYTES + (2 << 20)
+    assert gpu.run(_budgets) == [free, free // 4, free // 16, min(_BLOCK_BYTES, free // 4000), 1]
+
+
+def _met(rank: int, folder: str) -> list[int]:
+    with steps.group(folder, rank, "met") as communicator, emulated_gpu():
+        before = communicator.sharers(GPU), communicator.sharers(torch.device("cpu"))
+        communicator.meet(GPU)
+        return [*before, communicator.sharers(GPU), communicator.apart().sharers(GPU)]
+
+
+def test_ranks_find_out_that_they_share_a_gpu(two: tuple[EmulatedProcess, EmulatedProcess], tmp_path: object) -> None:
+    for rank, process in enumerate(two):
+        process.start(_met, rank, str(tmp_path))
+    assert [process.result() for process in two] == [[2, 2, 2, 2]] * 2
+
+
+def _waited() -> list[int]:
+    with emulated_gpu():
+        meter = TrafficMeter()
+        for _ in range(5):
+            with meter.waiting(GPU):
+                pass
+        return [len(meter._events), int(meter.read().exchange_s)]
+
+
+def test_nobody_reads_the_meter_and_it_keeps_no_events(gpu: EmulatedProcess) -> None:
+    assert gpu.run(_waited) == [0, 5]
+
+
+def _bound() -> list[str]:
+    with emulated_gpu() as waits:
+        steps.bind(CommBackend())
+        return waits.devices
+
+
+def test_a_backend_sets_the_device_of_its_part(gpu: EmulatedProcess) -> None:
+    assert gpu.run(_bound) == ["cuda:0"]
