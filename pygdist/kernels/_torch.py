@@ -1,12 +1,12 @@
 r"""The kernels by torch's own operators, for CUDA, and for the CPU without the native library.
 
 The functions are those of :mod:`pygdist.kernels._native`. Sums and means are CSR products, one for each head. Kernels
-that copy rows to edges do so for a block of edges at a time, except for maxima and minima, which hold
-:math:`E \times F` values; the native library never does.
+that copy rows to edges do so for a block of edges at a time; the native library never does.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator
 
@@ -48,41 +48,49 @@ def keeps_places(num_rows: int, num_entries: int, x: Tensor) -> bool:
 
 def extremum(csr: CSR, x: Tensor, weight: Tensor | None, op: str, reduce: str, places: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the maximum or minimum of the messages of each row, and the places if there is room for them."""
-    out = x.new_zeros(csr.num_rows, x.shape[1])
-    row = csr.row_index().long().unsqueeze(-1).expand(-1, x.shape[1])
-    messages = _messages(csr, x.index_select(0, csr.index), weight, op)
-    return out.scatter_reduce_(0, row, messages, f"a{reduce}", include_self=False), places
+    row, out = (
+        csr.row_index().long(),
+        x.new_full((csr.num_rows, x.shape[1]), -math.inf if reduce == "max" else math.inf),
+    )
+    for block, messages in _messages(csr, csr.index, x, weight, op):
+        out.scatter_reduce_(0, row[block].unsqueeze(-1).expand_as(messages), messages, f"a{reduce}")
+    return out.where((csr.indptr.diff() > 0).unsqueeze(-1), 0), places
 
 
 def share_ties(csr: CSR, x: Tensor, weight: Tensor | None, op: str, out: Tensor, grad_out: Tensor) -> Tensor:
     """Divide the gradient of each extremum among the entries that attain it."""
     row = csr.row_index()
-    attains = (_messages(csr, x.index_select(0, csr.index), weight, op) == out.index_select(0, row)).to(x.dtype)
     # scatter_reduce starts from zeros and counts them as attaining an extremum of 0; PyG's gradients have that share.
-    count = (out == 0).to(x.dtype).index_add_(0, row, attains)
+    count = (out == 0).to(x.dtype)
+    for block, messages in _messages(csr, csr.index, x, weight, op):
+        count.index_add_(0, row[block], (messages == out.index_select(0, row[block])).to(x.dtype))
     return grad_out / count
 
 
 def extremum_grad(transposed: CSR, x: Tensor, weight: Tensor | None, op: str, out: Tensor, share: Tensor) -> Tensor:
     """Sum, for each source, the shares of the extrema that it attains."""
-    source = transposed.row_index()
-    gradient = share.index_select(0, transposed.index)
-    if op == "mul" and weight is not None:
-        gradient = gradient * _by_head(_values(transposed, weight), x.shape[1])
-    messages = _messages(transposed, x.index_select(0, source), weight, op)
-    attained = torch.where(messages == out.index_select(0, transposed.index), gradient, 0)
-    return torch.zeros_like(x, memory_format=torch.contiguous_format).index_add_(0, source, attained)
+    source, values = transposed.row_index(), None if weight is None else _values(transposed, weight)
+    total = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    for block, messages in _messages(transposed, source, x, weight, op):
+        target = transposed.index[block]
+        gradient = share.index_select(0, target)
+        if op == "mul" and values is not None:
+            gradient = gradient * _by_head(values[block], x.shape[1])
+        attained = torch.where(messages == out.index_select(0, target), gradient, 0)
+        total.index_add_(0, source[block], attained)
+    return total
 
 
 def extremum_value_grad(csr: CSR, x: Tensor, weight: Tensor, op: str, out: Tensor, share: Tensor) -> Tensor:
     """Sum, for each edge value, the shares of the extrema that its entry attains."""
-    row, source = csr.row_index(), x.index_select(0, csr.index)
-    gradient = share.index_select(0, row)
-    if op == "mul":
-        gradient = gradient * source
-    attained = _messages(csr, source, weight, op) == out.index_select(0, row)
-    by_head = _head_sums(torch.where(attained, gradient, 0), weight.shape[1])
-    return _at_positions(csr, by_head)
+    row, by_entry = csr.row_index(), weight.new_empty(csr.num_entries, weight.shape[1])
+    for block, messages in _messages(csr, csr.index, x, weight, op):
+        gradient = share.index_select(0, row[block])
+        if op == "mul":
+            gradient = gradient * x.index_select(0, csr.index[block])
+        attained = messages == out.index_select(0, row[block])
+        by_entry[block] = _head_sums(torch.where(attained, gradient, 0), weight.shape[1])
+    return _at_positions(csr, by_entry)
 
 
 def sddmm(csr: CSR, x: Tensor, y: Tensor, heads: int) -> Tensor:
@@ -253,11 +261,15 @@ def _head_sums(rows: Tensor, heads: int) -> Tensor:
     return rows.reshape(rows.shape[0], heads, rows.shape[1] // heads).sum(dim=2)
 
 
-def _messages(csr: CSR, rows: Tensor, weight: Tensor | None, op: str) -> Tensor:
-    if weight is None:
-        return rows
-    values = _by_head(_values(csr, weight), rows.shape[1])
-    return rows + values if op == "add" else rows * values
+def _messages(csr: CSR, source: Tensor, x: Tensor, weight: Tensor | None, op: str) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the messages of some entries at a time, and which they are; ``source`` is the source of each entry."""
+    values = None if weight is None else _values(csr, weight)
+    for block in _blocks(csr, x.shape[1]):
+        rows = x.index_select(0, source[block])
+        if values is not None:
+            by_head = _by_head(values[block], x.shape[1])
+            rows = rows + by_head if op == "add" else rows * by_head
+        yield block, rows
 
 
 def _additive(csr: CSR, row: Tensor, source: Tensor | None, target: Tensor | None, edge: Tensor | None) -> Tensor:

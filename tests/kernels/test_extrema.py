@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
 import pygdist.kernels._operator as operator
-from pygdist.kernels import CSR, spmm
+from pygdist.kernels import CSR, _torch, spmm
+from pygdist.kernels.transpose import transpose
 from pygdist.native import Isa, load, set_isa
 from tests.kernels.oracle import (
     assert_matches_oracle,
@@ -256,3 +260,37 @@ def test_places_give_the_same_bits_for_any_number_of_threads() -> None:
             torch.set_num_threads(num_threads)
             found.append(gradients_of_x(csr, x, None, "max")[0])
         assert all(torch.equal(one, found[0]) for one in found)
+
+
+class _Largest(TorchDispatchMode):
+    """Notes the most values of a tensor that an operator puts out."""
+
+    most = 0
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.most = max([self.most, *(one.numel() for one in tree_leaves(out) if isinstance(one, Tensor))])
+        return out
+
+
+@pytest.mark.parametrize("reduce", ["max", "min"])
+@pytest.mark.parametrize("op", ["mul", "add"])
+def test_torchs_operators_hold_no_values_of_all_edges(op: str, reduce: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_torch, "_BLOCK_VALUES", 640)
+    torch.manual_seed(3)
+    csr, width = CSR.from_coo(torch.arange(20).repeat(50), torch.randint(0, 30, (1000,)), num_rows=21, num_cols=30), 32
+    x, weight = torch.randn(30, width).double(), torch.randn(1000, 1).double()
+    grad, back = torch.randn(21, width).double(), transpose(csr)
+    results = []
+    for values in (640, 1 << 30):
+        monkeypatch.setattr(_torch, "_BLOCK_VALUES", values)
+        with _Largest() as largest:
+            out, _ = _torch.extremum(csr, x, weight, op, reduce, x.new_empty(0))
+            share = _torch.share_ties(csr, x, weight, op, out, grad)
+            by_weight = _torch.extremum_value_grad(csr, x, weight, op, out, share)
+            by_source = _torch.extremum_grad(back, x, weight, op, out, share)
+        results.append((out, share, by_weight, by_source))
+        assert (largest.most <= max(1000, 30 * width)) == (values == 640)
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)

@@ -1,0 +1,18 @@
+"""Kernels on a GPU, against float64 on the host."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.kernels.gpu_cases import GRAPHS, KERNELS, TOLERANCE, largest_error
+
+pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["int32", "int64"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernels_on_a_gpu(kernel: str, graph: str, dtype: torch.dtype, wide: bool) -> None:
+    assert largest_error(kernel, graph, dtype, wide=wide) <= TOLERANCE[dtype]
