@@ -12,7 +12,7 @@ READY := $(VENV)/.installed
 endif
 BIN := $(VENV)/bin
 
-.PHONY: help demo test quick check cluster-check experiments report build venv clean
+.PHONY: help demo test quick check cluster-check gpu-check gpu-check-multi experiments report build venv clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -37,6 +37,12 @@ check: $(READY)  ## lint, formatting and types
 
 cluster-check: $(READY)  ## as root: rows over emulated links, of the links' rate (experiments/cluster_check.py)
 	$(BIN)/python -m experiments.cluster_check
+
+gpu-check: $(READY)  ## on a GPU: the CUDA tests, and kernels beside torch's and PyG's (experiments/gpu_check.py)
+	$(BIN)/python -m experiments.gpu_check --out $(RESULTS)
+
+gpu-check-multi: $(READY)  ## on two GPUs or more: the tests between them
+	$(BIN)/python -m experiments.gpu_check --gpus 2
 
 experiments: $(READY)  ## a short version of every experiment, and its report (RESULTS=results)
 	$(BIN)/python -m experiments.run --short --out $(RESULTS); status=$$?; \

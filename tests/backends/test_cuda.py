@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch_geometric.nn import GCN
 
 from pygdist import Shard, distribute
-from pygdist.backends import Backend, CacheBackend, CommBackend, HybridBackend, TensorBackend
+from pygdist.backends import Backend, CacheBackend, CommBackend, HybridBackend, TensorBackend, resolve_backend
 from pygdist.backends.fetching.arrival import Arrival
 from pygdist.backends.fetching.groups import group_by_source
 from pygdist.comm import Communicator, ExchangePlan
 from pygdist.graph import write_store
 from pygdist.kernels import CSR
 from pygdist.memory.overflow import Overflow
+from pygdist.nn.inputs import edge_inputs
+from pygdist.nn.loss import labelled_rows, summed_loss
 from pygdist.testing import LAYERS, run_ranks
 from pygdist.testing.exactness import distributed_step, largest_differences, reference_step
 from pygdist.testing.graphs import random_graph
@@ -126,6 +131,97 @@ def test_the_model_on_the_host_and_hops_on_the_gpu(tmp_path: Path) -> None:
     data, part = random_graph("directed")
     write_store(data, part[2], tmp_path / "store", num_parts=2, method="test", arguments={})
     assert max(run_ranks(_hops_on_the_gpu, 2, str(tmp_path / "store"))) < 1e-10
+
+
+SHARED: list[tuple[str, dict[str, Any]]] = [
+    ("comm", {}),
+    ("comm", {"ring": False, "overlap": False}),
+    ("comm", {"halo_gib": 1.0}),
+    ("cache", {}),
+    ("hybrid", {"cache_ratio": 0.5}),
+    ("tensor", {"num_chunks": 2}),
+]
+
+
+def _on_one_gpu(rank: int, world_size: int, store: str) -> dict[str, float]:
+    """Ranks share the first GPU, and rows travel through the host."""
+    communicator, shard = Communicator(dist.new_group()), Shard.load(store, rank).to("cuda:0")
+    communicator.meet(torch.device("cuda:0"))
+    assert communicator.sharers(torch.device("cuda:0")) == world_size
+    return {
+        f"{name}, {backend} {arguments}": _compare(name, shard, communicator, resolve_backend(backend, **arguments))
+        for name in SOME
+        for backend, arguments in SHARED
+    }
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_that_share_a_gpu(world_size: int, tmp_path: Path) -> None:
+    data, part = random_graph("directed")
+    write_store(data, part[world_size], tmp_path / "store", num_parts=world_size, method="test", arguments={})
+    for found in run_ranks(_on_one_gpu, world_size, str(tmp_path / "store")):
+        assert max(found.values()) < 1e-10, found
+
+
+def _trained(name: str, shard: Shard, steps: int, check: Callable[[int], None] = lambda step: None) -> list[Tensor]:
+    """Return the parameters after some steps; ``check`` is called before each."""
+    backend = CommBackend()
+    backend.bind(shard, Communicator())
+    model = distribute(build(name, 5, 3).cuda(), backend=backend, check=False)
+    optimizer, inputs = torch.optim.Adam(model.parameters()), edge_inputs(model, shard)
+    assert shard.y is not None
+    assert shard.train_mask is not None
+    rows = labelled_rows(shard.y, shard.train_mask)
+    for step in range(steps):
+        check(step)
+        optimizer.zero_grad()
+        total, count = summed_loss(model(shard.x, shard.adjacency, **inputs), shard.y, rows)
+        (total / count).backward()
+        optimizer.step()
+    check(steps)
+    return [one.detach().clone() for one in model.parameters()]
+
+
+@pytest.fixture
+def on_gpu(tmp_path: Path) -> Shard:
+    """The whole graph on the GPU."""
+    data, part = random_graph("directed")
+    write_store(data, part[1], tmp_path / "store", num_parts=1, method="test", arguments={})
+    return Shard.load(tmp_path / "store", 0).to("cuda")
+
+
+@pytest.mark.parametrize("name", [*SUMS, *ATTENTION, "BatchNorm"])
+def test_the_third_step_waits_for_nothing(name: str, on_gpu: Shard) -> None:
+    def check(step: int) -> None:
+        torch.cuda.set_sync_debug_mode("error" if step == 2 else "default")
+
+    try:
+        _trained(name, on_gpu, 3, check)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("name", ["GCNConv", "GATConv", "SAGEConv-max"])
+def test_memory_is_flat(name: str, on_gpu: Shard) -> None:
+    taken = dict[int, int]()
+
+    def check(step: int) -> None:
+        if step in (20, 500):
+            taken[step] = torch.cuda.memory_allocated()
+
+    _trained(name, on_gpu, 500, check)
+    assert taken[500] <= taken[20]
+
+
+@pytest.mark.parametrize("name", [*SUMS, *ATTENTION, "BatchNorm"])
+def test_deterministic_runs_are_bit_for_bit_alike(name: str, on_gpu: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    try:
+        one, other = (_trained(name, on_gpu, 5) for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(map(torch.equal, one, other))
 
 
 def _check_nccl(rank: int, world_size: int, store: str) -> dict[str, float]:
