@@ -49,9 +49,10 @@ def _break() -> bool:
     for group in groups:
         # of a call that fails as it should, or a group that is gone
         with contextlib.suppress(RuntimeError, ValueError):
-            if "gloo" in dist.get_backend(group):
+            backends = dist.get_backend_config(group)  # such as cpu:gloo,cuda:nccl
+            if "nccl" in backends:
+                group.abort()
+            if "gloo" in backends:
                 gloo: Any = group._get_backend(torch.device("cpu"))
                 gloo.recv([torch.zeros(1)], (group.rank() + 1) % group.size(), _TAG).wait(_AT_ONCE)
-            else:
-                group.abort()
     return bool(groups)

@@ -118,18 +118,26 @@ class Transport:
         """True after :meth:`close`."""
         return self._group is None and self.world_size > 1
 
-    def close(self) -> None:
-        """Destroy the process group, which was made for this communicator; every later exchange is refused."""
+    def close(self, *, failed: bool = False) -> None:
+        """Destroy the process group, which was made for this communicator; every later exchange is refused.
+
+        Args:
+            failed: Other ranks may be in a call that never ends. With nccl, calls of this group are aborted first: it
+                would wait for them.
+        """
         users, self._users = self._users, []
         for user in users:
             if (end := user()) is not None:
                 end()
         for one in self._apart:
-            one.close()
+            one.close(failed=failed)
         self.courier.close()
         # the object too: while somebody holds it, its threads go on (see pygdist.lightning.strategies)
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
+            if failed and self.is_nccl:
+                with contextlib.suppress(RuntimeError):  # of a call that fails as it should
+                    group.abort()
             dist.destroy_process_group(group)
 
     def before_close(self, end: Callable[[], None]) -> None:

@@ -55,6 +55,15 @@ def check_accumulation(trainer: pl.Trainer, *, several_steps: bool) -> None:
     )
 
 
+def check_device(device: torch.device) -> None:
+    """Refuse devices other than CPUs and GPUs of CUDA (or ROCm, which torch calls so too)."""
+    if device.type not in ("cpu", "cuda"):
+        raise InputError(
+            f"trainer.accelerator: Lightning chose {device.type}, for which pygdist has no kernels; set "
+            "accelerator=cpu (--trainer.accelerator=cpu)"
+        )
+
+
 def check_precision(precision: Precision, backend: Backend) -> None:
     """Refuse a loss whose scale changes from step to step where gradients of earlier steps are added."""
     if backend.abilities.late_gradients and getattr(precision, "scaler", None) is not None:

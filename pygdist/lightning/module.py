@@ -26,6 +26,7 @@ from pygdist.lightning import backend_states
 from pygdist.lightning.checks import (
     LARGEST_RATE,
     check_accumulation,
+    check_device,
     check_lag,
     check_model,
     check_precision,
@@ -121,6 +122,7 @@ class GraphModule(pl.LightningModule):
 
     def _check(self, data: GraphDataModule) -> None:
         """Refuse what would not train what it seems to."""
+        check_device(self.trainer.strategy.root_device)
         num_parts, world_size = data.num_parts_in_all, self.communicator.world_size
         check_accumulation(self.trainer, several_steps=data.batches is not None or num_parts > world_size)
         check_precision(self.trainer.precision_plugin, self.backend)

@@ -423,7 +423,7 @@ class GraphDDPStrategy(DDPStrategy):
             watchdog.on_lost = leave
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
-            communicator.close()
+            communicator.close(failed=farewell != FINISHED)
 
     @override
     def teardown(self) -> None:

@@ -375,3 +375,20 @@ def _in_groups(rank: int, world_size: int) -> None:
 
 def test_groups_of_neighbours_exchange_and_are_named_by_all_ranks(pool: RankPool) -> None:
     pool.run(_in_groups, 4)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [("cpu:gloo,cuda:gloo", False), ("cpu:gloo,cuda:nccl", True), ("cuda:nccl", True), ("cpu:gloo", False)],
+)
+def test_a_group_of_two_backends_is_asked_for_that_of_gpus(
+    config: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+        monkeypatch.setattr(dist, "all_reduce", lambda x, group: None)
+        monkeypatch.setattr(torch, "zeros", lambda *_, **__: torch.ones(1))
+        assert Communicator(dist.group.WORLD).is_nccl == expected
+    finally:
+        dist.destroy_process_group()

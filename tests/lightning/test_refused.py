@@ -19,7 +19,7 @@ from pygdist.backends import DelayedBackend, ReplicaBackend
 from pygdist.comm import Communicator
 from pygdist.graph import write_store
 from pygdist.lightning import LinkPredictor, ModelAveragingStrategy, NodeClassifier
-from pygdist.lightning.checks import check_precision
+from pygdist.lightning.checks import check_device, check_precision
 from pygdist.lightning.to_rank_zero import from_rank_zero
 from pygdist.testing import RankPool
 from tests.lightning import runs
@@ -187,6 +187,13 @@ def test_a_loss_whose_scale_changes_is_refused_where_gradients_come_late(tmp_pat
     run = runs.trainer(0, 1, str(tmp_path), plugins=[runs.PoolEnvironment(0), scaled], precision=None)
     with pytest.raises(InputError, match="precision=16-mixed: the loss is scaled by a number that changes"):
         run.fit(module, datamodule=data)
+
+
+def test_a_device_without_kernels_is_refused() -> None:
+    for name in ("cpu", "cuda:1"):
+        check_device(torch.device(name))
+    with pytest.raises(InputError, match=r"Lightning chose mps, .* set accelerator=cpu"):
+        check_device(torch.device("mps"))
 
 
 def test_edges_are_not_held_out_for_nodes(tmp_path: Path) -> None:
