@@ -403,14 +403,22 @@ def _wrong_values(data: GraphDataModule) -> str:
 
 
 class Mean(MeanMetric):
-    """A mean in double precision, in which NaN stays NaN: torchmetrics would leave it out.
+    """A mean in double precision, in which NaN stays NaN: torchmetrics would leave it out, and wait for a GPU to tell.
 
     torchmetrics forgets the type that was set when a metric is moved: an epoch after a resume would log other digits.
     """
 
     def __init__(self) -> None:
-        super().__init__(nan_strategy=math.nan)
+        super().__init__(nan_strategy="disable")
         self.set_dtype(torch.float64)
+
+    @override
+    def update(self, value: Tensor, weight: Tensor | float = 1.0) -> None:  # type: ignore[override]
+        """Add values, each with its weight."""
+        value = value.to(self.dtype)
+        weights = weight.to(self.dtype).broadcast_to(value.shape) if isinstance(weight, Tensor) else None
+        self.mean_value += (value * (weight if weights is None else weights)).sum()
+        self.weight += value.numel() * weight if weights is None else weights.sum()
 
     @property
     @override

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
+from pygdist.lightning import NodeClassifier
+from pygdist.lightning.module import Mean
 from tests.cuda import steps
+from tests.cuda.emulation import emulated_gpu
 from tests.cuda.process import EmulatedProcess
 
 # what the host must know in each step
@@ -35,6 +40,26 @@ def test_the_third_step_waits_for_nothing(backend: str, arguments: dict[str, Any
     }
     assert {name: lines for name, lines in ours.items() if lines} == {}
     assert sum(not lines for lines in waits.values()) > len(waits) * 0.8
+
+
+def _logged(norm: bool) -> list[str]:
+    """The third step's loss and accuracy, as Lightning's module counts them."""
+    module = NodeClassifier(torch.nn.Linear(5, 3))
+    module._score_name = "acc"
+    module.metrics.update({"train_loss": Mean(), "train_score": Mean()})
+    with emulated_gpu() as waits, mock.patch.object(NodeClassifier, "log"):
+        module.metrics.to("cuda")
+        rows, out = torch.arange(6, device="cuda"), torch.randn(6, 3, device="cuda")
+        for _ in range(3):
+            waits.lines.clear()
+            module._noted(out, rows % 3, rows, "train", torch.ones(6, device="cuda") if norm else None)
+        return waits.lines
+
+
+def test_counting_loss_and_accuracy_waits_for_nothing(gpu: EmulatedProcess) -> None:
+    assert gpu.run(_logged, False) == []
+    shares = gpu.run(_logged, True)  # sums of the weights of a sample's nodes
+    assert shares == ["aten._local_scalar_dense in pygdist/lightning/classifier.py" + shares[0][-4:]]
 
 
 def _planted() -> list[str]:
