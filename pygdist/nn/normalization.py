@@ -142,25 +142,26 @@ class _Looped:
         self._edges: Adjacency | None = None
         self.csr = adjacency.csr()
         if num_loops:
-            self._place = self._add_loops()
+            self._add_loops()
 
     def weights(self, weight: Tensor, fill_value: float) -> Tensor:
         """Return the weights of :attr:`csr`; loops that existed before keep their weights."""
         if not self._num_loops:
             return weight
-        fill = weight.new_full((1, *weight.shape[1:]), fill_value)
-        return torch.cat([weight, fill]).index_select(0, self._place)
+        loops = weight.new_full((self._num_loops, *weight.shape[1:]), fill_value)
+        # as in PyG, the last of several loops at a node counts, and all of them get its gradient
+        loops = loops.index_put((self._nodes,), weight.index_select(0, self._loops))
+        return torch.cat([weight, loops]).index_select(0, self._place)
 
-    def _add_loops(self) -> Tensor:
-        """Add the loops; return for each entry the place of its weight in the edges', of which a new loop's is last."""
+    def _add_loops(self) -> None:
+        """Add the loops, and note where weights come from: of indices, as masks would let the host wait for a GPU."""
         before, was_loop = self.csr, is_self_loop(self.csr)
         self.csr, is_loop = insert_self_loops(keep_entries(before, ~was_loop), self._num_loops)
-        loops = was_loop.nonzero().squeeze(1)
-        of_loops = loops.new_full((self._num_loops,), before.num_entries)
-        of_loops[before.index.index_select(0, loops).long()] = loops
-        place = loops.new_empty(self.csr.num_entries)
-        place[~is_loop], place[is_loop] = (~was_loop).nonzero().squeeze(1), of_loops
-        return place
+        self._loops = was_loop.nonzero().squeeze(1)
+        self._nodes = before.index.index_select(0, self._loops).long()
+        self._place = self._loops.new_empty(self.csr.num_entries)
+        self._place[~is_loop] = (~was_loop).nonzero().squeeze(1)
+        self._place[is_loop] = torch.arange(self._num_loops, device=self._place.device) + before.num_entries
 
     def edges(self, num_src: int) -> Adjacency:
         """Return :attr:`csr` with ``num_src`` sources; the same object for the same number."""

@@ -7,6 +7,7 @@ import importlib.util
 import multiprocessing
 import pickle
 import subprocess
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -72,7 +73,8 @@ def _serve(pipe: Connection) -> None:
 
 
 def load_device() -> None:
-    """Compile and load ``device.cpp``."""
+    """Compile and load ``device.cpp``; hide packages of PyG whose operators were compiled without CUDA."""
+    sys.modules |= {"torch_scatter": None, "torch_sparse": None}  # type: ignore[dict-item]
     spec = importlib.util.find_spec("torch")
     assert spec is not None
     assert spec.submodule_search_locations is not None

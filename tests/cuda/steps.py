@@ -24,7 +24,12 @@ from tests.cuda.emulation import EmulatedTensor, emulated_gpu
 
 
 def worst_by_layer(
-    backend: str, arguments: dict[str, Any], savings: dict[str, Any], names: Sequence[str] = ()
+    backend: str,
+    arguments: dict[str, Any],
+    savings: dict[str, Any],
+    names: Sequence[str] = (),
+    *,
+    without: Sequence[str] = (),
 ) -> dict[str, float]:
     """Return the largest difference of a step on the GPU from one on the CPU, by layer.
 
@@ -32,12 +37,15 @@ def worst_by_layer(
         backend: Name of the backend.
         arguments: Its arguments.
         savings: Arguments of :class:`Savings`.
-        names: Layers; all that the backend supports by default.
+        names: Layers; by default all that the backend supports, ``without`` some.
+        without: See ``names``.
     """
     with tempfile.TemporaryDirectory() as folder:
         shard = _shard(folder, backend)
         return {
-            name: _difference(name, shard, backend, arguments, savings) for name in names or supported_layers(backend)
+            name: _difference(name, shard, backend, arguments, savings)
+            for name in names or supported_layers(backend)
+            if name not in without
         }
 
 
