@@ -9,7 +9,6 @@ row that an edge reads, each index and each result once, as a share of that of a
 from __future__ import annotations
 
 import argparse
-import csv
 import statistics
 import subprocess
 import sys
@@ -18,11 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from experiments.machine import provenance
+from experiments.catgnn.graphs import show, write
 from pygdist.graph import power_law
 from pygdist.kernels import CSR, gat, spmm
 
@@ -89,7 +86,7 @@ def measure(nodes: int, edges: int, widths: list[int], rounds: int) -> list[dict
                         "edges": csr.num_entries, "features": width, "median_s": spent, "gb_s": moved / spent / 1e9,
                         "share_of_copy": moved / spent / copied,
                         "extra_gib": (torch.cuda.max_memory_allocated() - before) / 2**30,
-                        "gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda), **provenance(1),
+                        "gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda),
                     }
                 )  # fmt: skip
     return rows
@@ -125,15 +122,9 @@ def main() -> int:
         return int(failed)
     rows = measure(options.nodes, options.edges, options.features, options.rounds)
     shown = ["kernel", "by", "dtype", "features", "median_s", "gb_s", "share_of_copy", "extra_gib"]
-    table = Table(*shown, title=f"{rows[0]['gpu']}, {rows[0]['nodes']} nodes, {rows[0]['edges']} edges")
-    for row in rows:
-        table.add_row(*(f"{row[name]:.3g}" if isinstance(row[name], float) else str(row[name]) for name in shown))
-    Console(width=None if Console().is_terminal else 120).print(table)
-    options.out.mkdir(parents=True, exist_ok=True)
-    with (options.out / "gpu-check.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    title = f"{rows[0]['gpu']}, {rows[0]['nodes']} nodes, {rows[0]['edges']} edges"
+    show([{name: row[name] for name in shown} for row in rows], title)
+    write(rows, options.out / "gpu-check.csv", threads=1)
     return int(failed)
 
 

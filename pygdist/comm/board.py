@@ -32,10 +32,11 @@ class Board:
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
         self._store = dist.PrefixStore("pygdist-watchdog", store.clone())  # type: ignore[attr-defined]
-        self._store.set_timeout(datetime.timedelta(seconds=ANSWER_S))
         while isinstance(store, dist.PrefixStore):
             store = store.underlying_store
         self._file = Path(store.path) if isinstance(store, dist.FileStore) else None  # type: ignore[attr-defined]
+        if self._file is not None:  # a store of another kind may be slow, and answers in the end
+            self._store.set_timeout(datetime.timedelta(seconds=ANSWER_S))
         self._was_there = False
         self._rank, self._world_size = rank, world_size
         self._lock = threading.Lock()  # threads share the connection

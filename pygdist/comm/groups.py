@@ -47,12 +47,13 @@ def _break() -> bool:
         return False
     groups = [group for group in list(dist.distributed_c10d._world.pg_map) if isinstance(group, dist.ProcessGroup)]
     for group in groups:
-        # of a call that fails as it should, or a group that is gone
+        # errors are those of a call that fails as it should, or of a group that is gone
         with contextlib.suppress(RuntimeError, ValueError):
-            backends = dist.get_backend_config(group)  # such as cpu:gloo,cuda:nccl
-            if "nccl" in backends:
-                group.abort()
+            backends = {one.rpartition(":")[2] for one in dist.get_backend_config(group).split(",")}
             if "gloo" in backends:
-                gloo: Any = group._get_backend(torch.device("cpu"))
-                gloo.recv([torch.zeros(1)], (group.rank() + 1) % group.size(), _TAG).wait(_AT_ONCE)
+                with contextlib.suppress(RuntimeError, ValueError):
+                    gloo: Any = group._get_backend(torch.device("cpu"))
+                    gloo.recv([torch.zeros(1)], (group.rank() + 1) % group.size(), _TAG).wait(_AT_ONCE)
+            if backends != {"gloo"}:  # such as nccl, alone or beside it
+                group.abort()
     return bool(groups)

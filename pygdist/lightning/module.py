@@ -36,7 +36,7 @@ from pygdist.lightning.checks import (
 from pygdist.lightning.datamodule import GraphDataModule
 from pygdist.lightning.evaluation import WholeGraphEvaluation
 from pygdist.lightning.parts import PartBatch, sampled_graph
-from pygdist.lightning.sharded import ShardedTraining, check_elementwise
+from pygdist.lightning.sharded import ShardedTraining, check_elementwise, clip_over_ranks
 from pygdist.lightning.strategies import GraphDDPStrategy
 from pygdist.nn.inputs import fill_in_sizes, outputs_of
 from pygdist.routing import distribute, undistribute
@@ -324,7 +324,7 @@ class GraphModule(pl.LightningModule):
         if weights is None or most <= 0 or gradient_clip_algorithm == "value":
             super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
             return
-        self._sharded.clip(optimizer, most, weights)
+        clip_over_ranks(optimizer, most, weights)
 
     def in_step(self, batch: Shard | PartBatch, loss: Callable[[], Tensor]) -> Tensor:
         """Return the loss of a training step, with what the backend does before and after it."""
@@ -409,7 +409,7 @@ class Mean(MeanMetric):
     """
 
     def __init__(self) -> None:
-        super().__init__(nan_strategy="disable")
+        super().__init__(nan_strategy=math.nan)
         self.set_dtype(torch.float64)
 
     @override

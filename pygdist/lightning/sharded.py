@@ -72,12 +72,13 @@ class ShardedTraining:
         weights.gather(trainer.optimizers)
         self.is_behind = False
 
-    def clip(self, optimizer: Optimizer, largest_norm: float, weights: ShardedWeights) -> None:
-        """Clip the gradients of an optimiser's parameters by their norm over all ranks; every rank makes the call."""
-        sharded = set(map(id, weights.parameters))
-        parameters = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
-        norm = weights.norm_with(one for one in parameters if id(one) not in sharded)
-        torch.nn.utils.clip_grads_with_norm_(parameters, largest_norm, norm)
+
+def clip_over_ranks(optimizer: Optimizer, largest_norm: float, weights: ShardedWeights) -> None:
+    """Clip the gradients of an optimiser's parameters by their norm over all ranks; every rank makes the call."""
+    sharded = set(map(id, weights.parameters))
+    parameters = [one for group in optimizer.param_groups for one in group["params"] if one.grad is not None]
+    norm = weights.norm_with(one for one in parameters if id(one) not in sharded)
+    torch.nn.utils.clip_grads_with_norm_(parameters, largest_norm, norm)
 
 
 def check_elementwise(optimizers: Iterable[Optimizer]) -> None:

@@ -6,6 +6,9 @@ the store. The result is kept: on a fixed graph weights are computed, and degree
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -15,6 +18,7 @@ from pygdist.graph.identity import fixable
 from pygdist.graph.memo import Memo
 from pygdist.graph.self_loops import insert_self_loops, is_self_loop, keep_entries
 from pygdist.kernels import CSR
+from pygdist.kernels.csr import narrowest
 from pygdist.nn.norms import Ranks
 from pygdist.nn.self_loops import num_rows_with_loops
 
@@ -142,26 +146,28 @@ class _Looped:
         self._edges: Adjacency | None = None
         self.csr = adjacency.csr()
         if num_loops:
-            self._add_loops()
+            self._was_loop = is_self_loop(self.csr)
+            self.csr, self._is_loop = insert_self_loops(keep_entries(self.csr, ~self._was_loop), num_loops)
 
     def weights(self, weight: Tensor, fill_value: float) -> Tensor:
         """Return the weights of :attr:`csr`; loops that existed before keep their weights."""
         if not self._num_loops:
             return weight
+        sources = self._sources
         loops = weight.new_full((self._num_loops, *weight.shape[1:]), fill_value)
         # as in PyG, the last of several loops at a node counts, and all of them get its gradient
-        loops = loops.index_put((self._nodes,), weight.index_select(0, self._loops))
-        return torch.cat([weight, loops]).index_select(0, self._place)
+        loops = loops.index_put((sources.nodes,), weight.index_select(0, sources.loops))
+        return torch.cat([weight, loops]).index_select(0, sources.place)
 
-    def _add_loops(self) -> None:
-        """Add the loops, and note where weights come from: of indices, as masks would let the host wait for a GPU."""
-        before, was_loop = self.csr, is_self_loop(self.csr)
-        self.csr, is_loop = insert_self_loops(keep_entries(before, ~was_loop), self._num_loops)
-        self._loops = was_loop.nonzero().squeeze(1)
-        self._nodes = before.index.index_select(0, self._loops).long()
-        self._place = self._loops.new_empty(self.csr.num_entries)
-        self._place[~is_loop] = (~was_loop).nonzero().squeeze(1)
-        self._place[is_loop] = torch.arange(self._num_loops, device=self._place.device) + before.num_entries
+    @functools.cached_property
+    def _sources(self) -> _Sources:
+        with torch.inference_mode(False):  # training uses what an evaluation began
+            before, loops = self._adjacency.csr(), self._was_loop.nonzero().squeeze(1)
+            num_weights = before.num_entries + self._num_loops
+            place = loops.new_empty(self.csr.num_entries, dtype=narrowest(num_weights))
+            place[~self._is_loop] = (~self._was_loop).nonzero().squeeze(1).to(place)
+            place[self._is_loop] = torch.arange(before.num_entries, num_weights, device=place.device).to(place)
+            return _Sources(loops, before.index.index_select(0, loops).long(), place)
 
     def edges(self, num_src: int) -> Adjacency:
         """Return :attr:`csr` with ``num_src`` sources; the same object for the same number."""
@@ -169,3 +175,18 @@ class _Looped:
             with torch.inference_mode(False):
                 self._edges = Adjacency.from_csr(CSR(self.csr.indptr, self.csr.index, num_src))
         return self._edges
+
+
+class _Sources(NamedTuple):
+    """Where the weights of edges with loops come from: indices, as masks would let the host wait for a GPU.
+
+    Attributes:
+        loops: The edges that are loops.
+        nodes: The node of each.
+        place: For each edge with the loops added, the place of its weight: that of an edge, or behind all edges that of
+            a node's loop.
+    """
+
+    loops: Tensor
+    nodes: Tensor
+    place: Tensor

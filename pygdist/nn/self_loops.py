@@ -18,6 +18,7 @@ from pygdist.graph import Adjacency
 from pygdist.graph.identity import fixable, identity_of
 from pygdist.graph.memo import Memo
 from pygdist.graph.self_loops import insert_self_loops, is_self_loop, keep_entries
+from pygdist.kernels.csr import narrowest
 from pygdist.nn.norms import Ranks
 
 _MOST_KEPT = 16  # results
@@ -34,13 +35,15 @@ class KeptSelfLoops:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        # by edges and function: the new edges, and for each of them the place of its attribute in PyG's order
+        # by edges and function: the new edges, and a mask of the edges that stayed or were added
         self._edges = Memo[tuple[Adjacency, Tensor]](_MOST_KEPT)
+        self._places = Memo[Tensor](_MOST_KEPT)  # of attributes, by mask: a GPU is not waited for again
         self._attributes = Memo[Tensor](_MOST_KEPT)  # of the edges without loops
 
     def clear(self) -> None:
         """Forget all results; called when the backend gets another graph."""
         self._edges.clear()
+        self._places.clear()
         self._attributes.clear()
 
     def remove(self, edge_index: Any, edge_attr: Tensor | None = None) -> tuple[Any, Tensor | None]:
@@ -48,16 +51,16 @@ class KeptSelfLoops:
         if not isinstance(edge_index, Adjacency):
             result: tuple[Any, Tensor | None] = remove_self_loops(edge_index, edge_attr)
             return result
-        without, kept = self._edges.get(
-            (id(edge_index), "remove"), (edge_index,), lambda: self._without_loops(edge_index)
-        )
+        slot = id(edge_index), "remove"
+        without, stays = self._edges.get(slot, (edge_index,), lambda: self._without_loops(edge_index))
         if edge_attr is None or without is edge_index:
             return without, edge_attr
+        places = self._places.get(slot, (stays,), lambda: _places_of(stays))
         if not fixable(edge_attr):
-            return without, edge_attr.index_select(0, kept)
+            return without, edge_attr.index_select(0, places)
         # the same attributes give the same tensor, as on ranks without loops, so that all ranks keep the same results
         key = id(edge_index), *identity_of(edge_attr)
-        return without, self._attributes.get(key, (edge_index, edge_attr), lambda: edge_attr.index_select(0, kept))
+        return without, self._attributes.get(key, (edge_index, edge_attr), lambda: edge_attr.index_select(0, places))
 
     def add(
         self, edge_index: Any, edge_attr: Tensor | None = None, fill_value: Any = None, num_nodes: Any = None
@@ -72,12 +75,11 @@ class KeptSelfLoops:
         return self._with_loops(add_remaining_self_loops, edge_index, edge_attr, fill_value, num_nodes)
 
     def _without_loops(self, edges: Adjacency) -> tuple[Adjacency, Tensor]:
-        """Return the edges between different nodes, and their places among all."""
+        """Return the edges between different nodes, and the mask of these edges."""
         csr = edges.csr()
-        keep = ~is_self_loop(csr)
-        any_loops = self._ranks.max_over_ranks(int(not keep.all())) > 0
-        kept = keep.nonzero().squeeze(1)
-        return Adjacency.from_csr(keep_entries(csr, keep)) if any_loops else edges, kept
+        stays = ~is_self_loop(csr)
+        any_loops = self._ranks.max_over_ranks(int(not stays.all())) > 0
+        return Adjacency.from_csr(keep_entries(csr, stays)) if any_loops else edges, stays
 
     def _with_loops(
         self, pyg: Callable[..., Any], edge_index: Any, edge_attr: Tensor | None, fill_value: Any, num_nodes: Any
@@ -93,10 +95,9 @@ class KeptSelfLoops:
             result: tuple[Any, Tensor | None] = pyg(edge_index, edge_attr, fill_value, num_nodes)
             return result
         num_rows, num_nodes = num_nodes, num_rows_with_loops(self._ranks, num_nodes)
-        adjacency, place = self._edges.get(
-            (id(edge_index), pyg, num_nodes),
-            (edge_index,),
-            lambda: _with_loops(edge_index, num_nodes, replace=pyg is add_remaining_self_loops),
+        slot = id(edge_index), pyg, num_nodes
+        adjacency, is_loop = self._edges.get(
+            slot, (edge_index,), lambda: _with_loops(edge_index, num_nodes, replace=pyg is add_remaining_self_loops)
         )
         if edge_attr is None:
             return adjacency, None
@@ -106,7 +107,8 @@ class KeptSelfLoops:
         _, appended = pyg(edge_index.as_tensor(), edge_attr, fill_value, num_nodes)
         if whole is not None:
             appended = _with_values(appended, whole, edge_index, replaced=pyg is add_remaining_self_loops)
-        return adjacency, appended.index_select(0, place)
+        places = self._places.get(slot, (is_loop,), lambda: _places_among(is_loop, num_nodes))
+        return adjacency, appended.index_select(0, places)
 
     def _filled(self, edges: Adjacency, edge_attr: Tensor, num_rows: int, reduce: str) -> Tensor:
         """Reduce the attributes of each row's in-edges in all parts, as PyG does for loops that it adds."""
@@ -144,15 +146,21 @@ def _with_values(appended: Tensor, values: Tensor, edges: Adjacency, *, replaced
 
 
 def _with_loops(edges: Adjacency, num_nodes: int, *, replace: bool) -> tuple[Adjacency, Tensor]:
-    """Add a self-loop at each node; ``replace`` drops those that exist.
-
-    Returns:
-        The edges, and for each the place of its attribute in PyG's order, in which the new loops come last.
-    """
+    """Add a self-loop at each node, and return the edges and the mask of new loops; ``replace`` drops existing ones."""
     csr = edges.csr()
     csr, is_loop = insert_self_loops(keep_entries(csr, ~is_self_loop(csr)) if replace else csr, num_nodes)
-    place = torch.empty(csr.num_entries, dtype=torch.int64, device=csr.indptr.device)
-    num_others = csr.num_entries - num_nodes
-    place[~is_loop] = torch.arange(num_others, device=place.device)
-    place[is_loop] = torch.arange(num_others, csr.num_entries, device=place.device)
-    return Adjacency.from_csr(csr), place
+    return Adjacency.from_csr(csr), is_loop
+
+
+def _places_of(mask: Tensor) -> Tensor:
+    """Return the places where a mask is true, rising; the host waits for a GPU."""
+    return mask.nonzero().squeeze(1).to(narrowest(mask.numel()))
+
+
+def _places_among(is_loop: Tensor, num_loops: int) -> Tensor:
+    """Return for each edge the place of its attribute in PyG's order, in which the loops that it adds come last."""
+    num_others = is_loop.numel() - num_loops
+    places = is_loop.new_empty(is_loop.numel(), dtype=narrowest(is_loop.numel()))
+    places[~is_loop] = torch.arange(num_others, dtype=places.dtype, device=places.device)
+    places[is_loop] = torch.arange(num_others, is_loop.numel(), dtype=places.dtype, device=places.device)
+    return places

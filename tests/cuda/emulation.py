@@ -16,12 +16,14 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch_geometric
 from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
+import pygdist
 from tests.cuda.cells import CELLS
 
 aten = torch.ops.aten
@@ -76,6 +78,7 @@ class EmulatedTensor(Tensor):
         return f"EmulatedTensor({self.held!r}, device='{DEVICE}')"
 
 
+_PACKAGES = {one.__name__: Path(one.__file__ or "").parent for one in (pygdist, torch_geometric)}
 _OURS = (Tensor, torch.nn.Parameter, EmulatedTensor)
 
 
@@ -95,12 +98,11 @@ class Waits:
         """Note a wait."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
-            path = Path(frame.f_code.co_filename)
-            package = next((one for one in ("torch_geometric", "pygdist") if one in path.parts), None)
-            if package is not None:
-                place = f"{package}/{str(path).rpartition(f'{package}/')[2]}:{frame.f_lineno}"
-                self.lines.append(f"{operator} in {place}")
-                return
+            for package, folder in _PACKAGES.items():
+                if frame.f_code.co_filename.startswith(f"{folder}/"):
+                    place = frame.f_code.co_filename.removeprefix(f"{folder}/")
+                    self.lines.append(f"{operator} in {package}/{place}:{frame.f_lineno}")
+                    return
             frame = frame.f_back
         self.lines.append(f"{operator} in the caller")
 
@@ -112,18 +114,19 @@ def check_built() -> None:
 
 
 @contextlib.contextmanager
-def emulated_gpu(*, reserved: int = 0, allocated: int = 0) -> Iterator[Waits]:
+def emulated_gpu(*, reserved: int = 0, allocated: int = 0, uuid: str = "emulated") -> Iterator[Waits]:
     """Emulate one GPU; yields the waits of the host for it. Use it in an emulated process.
 
     Args:
         reserved: Bytes that torch holds.
         allocated: Bytes of these that are in use.
+        uuid: Tells GPUs apart.
     """
     check_built()
     waits = Waits()
     mode = _Emulation(waits)
     with contextlib.ExitStack() as stack:
-        for name, value in {**_cuda(waits), **_memory(reserved, allocated)}.items():
+        for name, value in {**_cuda(waits, uuid), **_memory(reserved, allocated)}.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
         torch.__future__.set_overwrite_module_params_on_conversion(True)  # else a parameter keeps its class
@@ -169,9 +172,9 @@ class _Stream(_Event):
         return _Event()
 
 
-def _cuda(waits: Waits) -> dict[str, Any]:
+def _cuda(waits: Waits, uuid: str) -> dict[str, Any]:
     """Return what stands for the functions of ``torch.cuda``."""
-    properties = SimpleNamespace(total_memory=2 * FREE_BYTES, uuid="emulated", name="emulated", multi_processor_count=1)
+    properties = SimpleNamespace(total_memory=2 * FREE_BYTES, uuid=uuid, name="emulated", multi_processor_count=1)
     return {
         "_lazy_init": lambda: None,
         "is_available": lambda: True,
@@ -198,16 +201,14 @@ def _cuda(waits: Waits) -> dict[str, Any]:
 
 def _before_dispatch(mode: _Emulation) -> list[tuple[Any, str, Callable[..., Any]]]:
     """Return functions that decide before torch's dispatcher: of what, their name, and what stands for each."""
-    sparse, addresses = (
-        torch.sparse_csr_tensor,
-        {name: getattr(Tensor, name) for name in ("data_ptr", "untyped_storage")},
-    )
+    sparse, address_of, storage_of, list_of = (
+        torch.sparse_csr_tensor, Tensor.data_ptr, Tensor.untyped_storage, Tensor.tolist
+    )  # fmt: skip
 
     def made(make: Callable[..., Any], *args: Any, device: Any = None, **given: Any) -> Any:
-        one = make(*args, **given) if device is None or torch.device(device).type == "cuda" else None
-        if one is None:
+        if device is None or torch.device(device).type != "cuda":
             return make(*args, device=device, **given)
-        return one if device is None else one.to(device)
+        return make(*args, **given).to(device)
 
     def sparse_csr(crow: Tensor, column: Tensor, values: Tensor, size: Any, **given: Any) -> Tensor:
         if not isinstance(crow, EmulatedTensor):
@@ -215,10 +216,16 @@ def _before_dispatch(mode: _Emulation) -> list[tuple[Any, str, Callable[..., Any
         mode.check("sparse_csr_tensor", [crow, column, values])
         return EmulatedTensor(sparse(*map(_held, (crow, column, values)), size, **given))
 
-    def to_list(one: Tensor, of: Callable[[Tensor], Any] = Tensor.tolist) -> Any:
+    def to_list(one: Tensor) -> Any:
         if isinstance(one, EmulatedTensor):
             mode.waits.note("tolist")
-        return of(_held(one))
+        return list_of(_held(one))
+
+    def address(one: Tensor) -> int:
+        caller = sys._getframe(1)
+        if isinstance(one, EmulatedTensor) and _calls_native(caller.f_code.co_filename, caller.f_globals):
+            raise RuntimeError(f"the native library was given memory of the GPU in {caller.f_code.co_filename}")
+        return address_of(_held(one))
 
     def pinned(one: Tensor) -> Tensor:
         mode.pinned[one] = True
@@ -228,11 +235,23 @@ def _before_dispatch(mode: _Emulation) -> list[tuple[Any, str, Callable[..., Any
         (torch, "tensor", partial(made, torch.tensor)),
         (torch, "as_tensor", partial(made, torch.as_tensor)),
         (torch, "sparse_csr_tensor", sparse_csr),
-        (Tensor, "tolist", lambda one: to_list(one)),
+        (Tensor, "tolist", to_list),
         (Tensor, "pin_memory", pinned),
         (Tensor, "is_pinned", lambda one: one in mode.pinned),
-        *((Tensor, name, lambda one, of=of: of(_held(one))) for name, of in addresses.items()),
+        (Tensor, "data_ptr", address),
+        (Tensor, "untyped_storage", lambda one: storage_of(_held(one))),
     ]
+
+
+_NATIVE: dict[str, bool] = {}
+
+
+def _calls_native(path: str, names: Mapping[str, Any]) -> bool:
+    """Tell if a file uses the native library: it imports something of ``pygdist.native``."""
+    if path not in _NATIVE:
+        modules = (getattr(one, "__module__", None) or getattr(one, "__name__", "") for one in names.values())
+        _NATIVE[path] = any(str(one).startswith("pygdist.native") for one in modules)
+    return _NATIVE[path]
 
 
 class _Emulation(TorchDispatchMode):

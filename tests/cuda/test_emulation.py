@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from pygdist.kernels import CSR
 from tests.cuda.emulation import EmulatedTensor, emulated_gpu
 from tests.cuda.process import EmulatedProcess
+from tests.kernels.oracle import random_csr
 
 
 def _mixed() -> str:
@@ -21,6 +23,18 @@ def _mixed() -> str:
 
 def test_tensors_of_two_devices_are_refused(gpu: EmulatedProcess) -> None:
     assert gpu.run(_mixed) == "cuda:0"
+
+
+def _native() -> None:
+    with emulated_gpu():
+        csr = random_csr()
+        there = CSR(csr.indptr.cuda(), csr.index.cuda(), csr.num_cols)
+        with pytest.raises(RuntimeError, match="native library was given memory of the GPU"):
+            there.native()
+
+
+def test_the_native_library_gets_no_memory_of_the_gpu(gpu: EmulatedProcess) -> None:
+    gpu.run(_native)
 
 
 def _trained() -> tuple[bool, float]:

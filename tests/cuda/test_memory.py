@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
 import torch
 
 from pygdist.backends import CommBackend, Savings
@@ -33,17 +36,23 @@ def test_free_memory_counts_what_torch_keeps_and_is_divided_by_the_ranks_on_a_gp
     assert gpu.run(_budgets) == [free, free // 4, free // 16, min(_BLOCK_BYTES, free // 4000), 1]
 
 
-def _met(rank: int, folder: str) -> list[int]:
-    with steps.group(folder, rank, "met") as communicator, emulated_gpu():
+def _met(rank: int, folder: str, shared: bool) -> list[int]:
+    uuid = "one" if shared else f"of rank {rank}"
+    with steps.group(folder, rank, uuid if shared else "two") as communicator, emulated_gpu(uuid=uuid):
         before = communicator.sharers(GPU), communicator.sharers(torch.device("cpu"))
         communicator.meet(GPU)
         return [*before, communicator.sharers(GPU), communicator.apart().sharers(GPU)]
 
 
-def test_ranks_find_out_that_they_share_a_gpu(two: tuple[EmulatedProcess, EmulatedProcess], tmp_path: object) -> None:
+@pytest.mark.parametrize("shared", [True, False])
+def test_ranks_find_out_whether_they_share_a_gpu(
+    shared: bool, two: tuple[EmulatedProcess, EmulatedProcess], tmp_path: Path
+) -> None:
+    """Two ranks that see one GPU each may share it, as far as they know before they meet."""
     for rank, process in enumerate(two):
-        process.start(_met, rank, str(tmp_path))
-    assert [process.result() for process in two] == [[2, 2, 2, 2]] * 2
+        process.start(_met, rank, str(tmp_path), shared)
+    found = 2 if shared else 1
+    assert [process.result() for process in two] == [[2, 2, found, found]] * 2
 
 
 def _waited() -> list[int]:

@@ -58,8 +58,8 @@ def _logged(norm: bool) -> list[str]:
 
 def test_counting_loss_and_accuracy_waits_for_nothing(gpu: EmulatedProcess) -> None:
     assert gpu.run(_logged, False) == []
-    shares = gpu.run(_logged, True)  # sums of the weights of a sample's nodes
-    assert shares == ["aten._local_scalar_dense in pygdist/lightning/classifier.py" + shares[0][-4:]]
+    (share,) = gpu.run(_logged, True)  # the sum of the weights of a sample's nodes
+    assert share.startswith("aten._local_scalar_dense in pygdist/lightning/classifier.py:")
 
 
 def _planted() -> list[str]:
