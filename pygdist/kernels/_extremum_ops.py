@@ -32,7 +32,7 @@ _INPUTS = "Tensor x, Tensor? weight, Tensor? perm, str op"
 
 
 def _places(indptr: Tensor, index: Tensor, x: Tensor, graded: bool) -> Tensor:
-    keeps = graded and kernels_for(x).keeps_places(indptr.shape[0] - 1, index.shape[0], x)
+    keeps = graded and x.device.type == "cpu" and kernels_for(x).keeps_places(indptr.shape[0] - 1, index.shape[0], x)
     return x.new_empty((indptr.shape[0] - 1, x.shape[1]) if keeps else (0, 0), dtype=torch.int32)
 
 

@@ -1,6 +1,7 @@
 """Torch operators of the kernels: autograd, ``torch.compile`` and the profiler see each as one opaque step.
 
-The native library computes for tensors on the CPU if it was built, torch's own operators otherwise.
+The native library computes for tensors on the CPU if it was built, Triton for those on a GPU if it works there, torch's
+own operators otherwise.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pygdist.comm.derivatives import refuse_second_derivative
-from pygdist.kernels import _native, _torch
+from pygdist.kernels import _native, _torch, _triton
 from pygdist.native import library
 
 MATRIX = "Tensor indptr, Tensor index"
@@ -21,7 +22,9 @@ TRANSPOSED = "Tensor? transposed_indptr=None, Tensor? transposed_index=None, Ten
 
 
 def kernels_for(x: Tensor) -> ModuleType:
-    """Return :mod:`_native` or :mod:`_torch`, which define the same functions, but for places of extrema."""
+    """Return :mod:`_native`, :mod:`_triton` or :mod:`_torch`: the same functions, but for places of extrema."""
+    if x.is_cuda and _triton.works(x.get_device()):
+        return _triton
     return _native if x.device.type == "cpu" and library.load() is not None else _torch
 
 

@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from pygdist.kernels.csr import CSR
 
 _INT32_MAX = 2**31 - 1
 _BLOCK_VALUES = 2**25  # values copied to edges at a time
+_KEPT = WeakTensorKeyDictionary()  # by the columns of a matrix on a GPU: what is computed from its structure alone
 
 
 def spmm(csr: CSR, x: Tensor, weight: Tensor | None, op: str, reduce: str) -> Tensor:
     """Compute the sum or mean of the messages of each row."""
-    if x.dtype == torch.bfloat16:
-        return spmm(csr, x.float(), weight, op, reduce).bfloat16()
+    if x.dtype in (torch.bfloat16, torch.float16):
+        return spmm(csr, x.float(), weight, op, reduce).to(x.dtype)
     if weight is None:
         out = _product(csr, x, None)
     elif op == "add":
@@ -49,7 +51,7 @@ def keeps_places(num_rows: int, num_entries: int, x: Tensor) -> bool:
 def extremum(csr: CSR, x: Tensor, weight: Tensor | None, op: str, reduce: str, places: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the maximum or minimum of the messages of each row, and the places if there is room for them."""
     row, out = (
-        csr.row_index().long(),
+        _row_index(csr).long(),
         x.new_full((csr.num_rows, x.shape[1]), -math.inf if reduce == "max" else math.inf),
     )
     for block, messages in _messages(csr, csr.index, x, weight, op):
@@ -59,7 +61,7 @@ def extremum(csr: CSR, x: Tensor, weight: Tensor | None, op: str, reduce: str, p
 
 def share_ties(csr: CSR, x: Tensor, weight: Tensor | None, op: str, out: Tensor, grad_out: Tensor) -> Tensor:
     """Divide the gradient of each extremum among the entries that attain it."""
-    row = csr.row_index()
+    row = _row_index(csr)
     # scatter_reduce starts from zeros and counts them as attaining an extremum of 0; PyG's gradients have that share.
     count = (out == 0).to(x.dtype)
     for block, messages in _messages(csr, csr.index, x, weight, op):
@@ -69,7 +71,7 @@ def share_ties(csr: CSR, x: Tensor, weight: Tensor | None, op: str, out: Tensor,
 
 def extremum_grad(transposed: CSR, x: Tensor, weight: Tensor | None, op: str, out: Tensor, share: Tensor) -> Tensor:
     """Sum, for each source, the shares of the extrema that it attains."""
-    source, values = transposed.row_index(), None if weight is None else _values(transposed, weight)
+    source, values = _row_index(transposed), None if weight is None else _values(transposed, weight)
     total = torch.zeros_like(x, memory_format=torch.contiguous_format)
     for block, messages in _messages(transposed, source, x, weight, op):
         target = transposed.index[block]
@@ -83,7 +85,7 @@ def extremum_grad(transposed: CSR, x: Tensor, weight: Tensor | None, op: str, ou
 
 def extremum_value_grad(csr: CSR, x: Tensor, weight: Tensor, op: str, out: Tensor, share: Tensor) -> Tensor:
     """Sum, for each edge value, the shares of the extrema that its entry attains."""
-    row, by_entry = csr.row_index(), weight.new_empty(csr.num_entries, weight.shape[1])
+    row, by_entry = _row_index(csr), weight.new_empty(csr.num_entries, weight.shape[1])
     for block, messages in _messages(csr, csr.index, x, weight, op):
         gradient = share.index_select(0, row[block])
         if op == "mul":
@@ -96,7 +98,11 @@ def extremum_value_grad(csr: CSR, x: Tensor, weight: Tensor, op: str, out: Tenso
 def sddmm(csr: CSR, x: Tensor, y: Tensor, heads: int) -> Tensor:
     """Compute the dot product of source and destination row for each entry and head."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    row = csr.row_index()
+    fits = 0 < csr.num_entries <= csr.num_rows * csr.num_cols  # torch refuses more entries than a dense matrix has
+    if heads == 1 and x.is_cuda and x.dtype == dtype and x.shape[1] and fits:
+        sampled = torch.sparse.sampled_addmm(_ones(csr, dtype), y.contiguous(), x.contiguous().t(), beta=0)
+        return _at_positions(csr, sampled.values().unsqueeze(1))
+    row = _row_index(csr)
     out = x.new_zeros(csr.num_entries, heads, dtype=dtype)
     for block in _blocks(csr, x.shape[1]):
         products = x.index_select(0, csr.index[block]).to(dtype) * y.index_select(0, row[block])
@@ -106,7 +112,7 @@ def sddmm(csr: CSR, x: Tensor, y: Tensor, heads: int) -> Tensor:
 
 def edge_softmax(csr: CSR, source: Tensor | None, target: Tensor | None, edge: Tensor | None, slope: float) -> Tensor:
     """Compute the softmax of additive scores over the entries of each row."""
-    row = csr.row_index().long()
+    row = _row_index(csr).long()
     alpha, _, total = _softmax(csr, row, _additive(csr, row, source, target, edge), slope)
     return alpha / total.index_select(0, row)
 
@@ -115,7 +121,7 @@ def edge_softmax_grad(
     csr: CSR, source: Tensor | None, target: Tensor | None, edge: Tensor | None, slope: float, out: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradients of the scores, by entry and summed by row."""
-    row = csr.row_index()
+    row = _row_index(csr)
     dot = out.new_zeros(csr.num_rows, out.shape[1]).index_add_(0, row, out * grad)
     gradient = out * (grad - dot.index_select(0, row))
     gradient = torch.where(_additive(csr, row, source, target, edge) > 0, gradient, gradient * slope)
@@ -124,7 +130,7 @@ def edge_softmax_grad(
 
 def sum_edges(csr: CSR, values: Tensor) -> Tensor:
     """Sum the edge values of each row."""
-    return values.new_zeros(csr.num_rows, values.shape[1]).index_add_(0, csr.row_index(), _values(csr, values))
+    return values.new_zeros(csr.num_rows, values.shape[1]).index_add_(0, _row_index(csr), _values(csr, values))
 
 
 def gat(
@@ -134,7 +140,7 @@ def gat(
 
     With ``onto``, the results over other entries of the same rows, the results are those over all, and ``graded``.
     """
-    row = csr.row_index().long()
+    row = _row_index(csr).long()
     scores = _additive(csr, row, source, target, None)
     weights, largest, total = _softmax(csr, row, scores, slope)
     alpha = weights / total.index_select(0, row)
@@ -145,10 +151,10 @@ def gat(
     filled = (csr.indptr.diff() > 0).unsqueeze(-1)  # a row without edges has no largest score
     facts = [largest.where(filled, 0), filled / total, torch.zeros_like(total).index_add_(0, row, alpha_above)]
     part = out, spmm(csr, x, alpha_above, "mul", "sum"), torch.stack(facts, dim=-1)
-    return _merged(onto, part) if onto else part
+    return merged(onto, part) if onto else part
 
 
-def _merged(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def merged(first: tuple[Tensor, ...], second: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """Merge the results over two sets of edges into that over both, by the running maximum and sum of exponentials."""
     (out, above, facts), (out2, above2, facts2) = first, second
     # facts are the largest score, one over the sum of exponentials (0 without edges), and the share of positive scores
@@ -186,7 +192,7 @@ def gat_grad(
     transposed: CSR, x: Tensor, source: Tensor, slope: float, ends: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradients of ``x`` and ``source``."""
-    row, column = transposed.row_index(), transposed.index
+    row, column = _row_index(transposed), transposed.index
     target, shift, scale, dot = ends.transpose(0, 1).index_select(0, column).unbind(-1)
     scores = source.index_select(0, row) + target
     alpha = (torch.nn.functional.leaky_relu(scores, slope) - shift).exp() * scale
@@ -197,7 +203,7 @@ def gat_grad(
 
 def gatv2_scores(csr: CSR, source: Tensor, target: Tensor, attention: Tensor, slope: float, heads: int) -> Tensor:
     """Compute the scores of GATv2 for each entry and head."""
-    row = csr.row_index()
+    row = _row_index(csr)
     scores = source.new_zeros(csr.num_entries, heads)
     for block in _blocks(csr, source.shape[1]):
         total = source.index_select(0, csr.index[block]) + target.index_select(0, row[block])
@@ -210,7 +216,7 @@ def gatv2_grad(
     csr: CSR, source: Tensor, target: Tensor, attention: Tensor, slope: float, grad_scores: Tensor, *, both: bool
 ) -> tuple[Tensor, Tensor]:
     """Compute the gradient of ``target`` and, with ``both``, each target's term of the gradient of ``attention``."""
-    row, values = csr.row_index(), _values(csr, grad_scores)
+    row, values = _row_index(csr), _values(csr, grad_scores)
     grad_target = torch.zeros_like(target)
     grad_attention = torch.zeros_like(target) if both else target.new_empty(0, 0)
     for block in _blocks(csr, source.shape[1]):
@@ -282,17 +288,43 @@ def _additive(csr: CSR, row: Tensor, source: Tensor | None, target: Tensor | Non
 
 
 def _product(csr: CSR, x: Tensor, values: Tensor | None) -> Tensor:
-    # torch wants one index dtype; the narrow one is faster and offsets are far fewer than columns. On the CPU it reads
-    # strided tensors as if they were contiguous, and answers wrongly.
+    matrix = _ones(csr, x.dtype) if values is None else _matrix(csr, values)
+    return matrix @ x.contiguous()  # on the CPU, torch reads strided tensors as if they were contiguous
+
+
+def _ones(csr: CSR, dtype: torch.dtype) -> Tensor:
+    return _kept(
+        csr, ("ones", csr.num_cols, dtype), lambda: _matrix(csr, csr.index.new_ones(csr.num_entries, dtype=dtype))
+    )
+
+
+def _matrix(csr: CSR, values: Tensor) -> Tensor:
+    # torch wants one index dtype; the narrow one is faster and offsets are far fewer than columns
     dtype = csr.index.dtype if csr.num_entries <= _INT32_MAX else torch.int64
-    values = x.new_ones(csr.num_entries) if values is None else values.contiguous()
+    offsets = _kept(csr, ("offsets", dtype), lambda: csr.indptr.to(dtype).contiguous())
+    shape = csr.num_rows, csr.num_cols
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
-        matrix = torch.sparse_csr_tensor(
-            csr.indptr.to(dtype).contiguous(),
-            csr.index.to(dtype).contiguous(),
-            values,
-            (csr.num_rows, csr.num_cols),
-            check_invariants=False,
-        )
-    return matrix @ x.contiguous()
+        index = csr.index.to(dtype).contiguous()
+        return torch.sparse_csr_tensor(offsets, index, values.contiguous(), shape, check_invariants=False)
+
+
+def _row_index(csr: CSR) -> Tensor:
+    return _kept(csr, "rows", csr.row_index)
+
+
+def _kept(csr: CSR, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
+    """Return what is computed from the structure of a matrix alone; on a GPU it is kept as long as the matrix lives."""
+    if not csr.indptr.is_cuda or csr.indptr.is_inference() or csr.index.is_inference():
+        return make()
+    of_matrix = _KEPT.setdefault(csr.index, {})
+    versions = csr.indptr._version, csr.index._version
+    if name in of_matrix:
+        indptr, found, result = of_matrix[name]
+        if indptr() is csr.indptr and found == versions:
+            kept: Tensor = result
+            return kept
+    with torch.inference_mode(False), torch.no_grad():
+        result = make()
+    of_matrix[name] = TensorWeakRef(csr.indptr), versions, result
+    return result

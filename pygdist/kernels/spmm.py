@@ -53,8 +53,8 @@ def spmm(
 
     Args:
         csr: Structure of the matrix. Its columns must be in range; only :meth:`CSR.validate` checks that.
-        x: Features of the sources, of any floating dtype. bfloat16 is stored as such and summed in float32; float16,
-            and maxima and minima of bfloat16, are computed in float32.
+        x: Features of the sources, of any floating dtype. For sums and means, bfloat16, and on GPUs float16, are read
+            as they are stored and summed in float32. Other halves are converted to float32 first.
         weight: Value of each entry, in the order of ``csr``, or one for each entry and head; ``None`` for ``x`` alone.
         reduce: Reduction of the messages of one row.
         op: Operator between features and values.
@@ -75,8 +75,9 @@ def spmm(
     """
     _check(csr, x, weight, reduce, op)
     out_dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
-    half = out_dtype == torch.bfloat16 and reduce in ("sum", "mean")
-    work_dtype = out_dtype if half else torch.promote_types(out_dtype, torch.float32)
+    work_dtype = (
+        _read_dtype(x, out_dtype) if reduce in ("sum", "mean") else torch.promote_types(out_dtype, torch.float32)
+    )
     backward = transposed_tensors(csr, transposed, x)
     backward_weight = None if backward[0] is None else transposed_weight
     code, *values = _edge_values(weight, op, torch.promote_types(work_dtype, torch.float32), backward_weight)
@@ -90,6 +91,12 @@ def spmm(
     else:
         out = spmm_op(*arguments, *backward, values[1])
     return out.reshape(csr.num_rows, *x.shape[1:]).to(out_dtype)
+
+
+def _read_dtype(x: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a kernel reads rows: as they are, or float32 for those that it does not know."""
+    known = dtype == torch.bfloat16 or (dtype == torch.float16 and x.is_cuda)
+    return dtype if known else torch.promote_types(dtype, torch.float32)
 
 
 def _edge_values(
@@ -142,7 +149,7 @@ def sddmm(csr: CSR, x: Tensor, y: Tensor, *, transposed: Transposed = None) -> T
         raise ValueError(
             f"x is on {x.device}, y on {y.device}, the matrix on {csr.indptr.device}: move them to one device"
         )
-    dtype = x.dtype if x.dtype == torch.bfloat16 else torch.promote_types(x.dtype, torch.float32)
+    dtype = _read_dtype(x, x.dtype)
     source, target = x.flatten(1).to(dtype), y.flatten(1).to(dtype)
     backward = transposed_tensors(csr, transposed, x)
     out: Tensor = sddmm_op(csr.indptr, csr.index, source, target, None, x.shape[1], *backward)

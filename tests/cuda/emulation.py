@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType, SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -24,7 +24,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import pygdist
+from pygdist.kernels import _triton
 from tests.cuda.cells import CELLS
+from tests.cuda.compiling import compile_kernel
 
 aten = torch.ops.aten
 DEVICE = torch.device("cuda", 0)
@@ -114,10 +116,17 @@ def check_built() -> None:
 
 
 @contextlib.contextmanager
-def emulated_gpu(*, reserved: int = 0, allocated: int = 0, uuid: str = "emulated") -> Iterator[Waits]:
+def emulated_gpu(
+    *,
+    triton: Literal["no", "runs", "compiles"] = "no",
+    reserved: int = 0,
+    allocated: int = 0,
+    uuid: str = "emulated",
+) -> Iterator[Waits]:
     """Emulate one GPU; yields the waits of the host for it. Use it in an emulated process.
 
     Args:
+        triton: Runs Triton's kernels, or only compiles them; "no" is a GPU without Triton.
         reserved: Bytes that torch holds.
         allocated: Bytes of these that are in use.
         uuid: Tells GPUs apart.
@@ -133,6 +142,8 @@ def emulated_gpu(*, reserved: int = 0, allocated: int = 0, uuid: str = "emulated
         stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, overwrites)
         for of, name, function in _before_dispatch(mode):
             stack.enter_context(mock.patch.object(of, name, function))
+        for name, function in _triton_as(triton, mode).items():
+            stack.enter_context(mock.patch.object(_triton, name, function))
         stack.enter_context(mode)
         yield waits
 
@@ -196,6 +207,7 @@ def _cuda(waits: Waits, uuid: str) -> dict[str, Any]:
         "Stream": _Stream,
         "current_stream": lambda device=None: _Stream(),
         "stream": lambda stream: contextlib.nullcontext(),
+        "device": lambda device: contextlib.nullcontext(),
     }
 
 
@@ -241,6 +253,18 @@ def _before_dispatch(mode: _Emulation) -> list[tuple[Any, str, Callable[..., Any
         (Tensor, "data_ptr", address),
         (Tensor, "untyped_storage", lambda one: storage_of(_held(one))),
     ]
+
+
+def _triton_as(how: str, mode: _Emulation) -> dict[str, Callable[..., Any]]:
+    """Return what stands for the functions of ours that need a GPU to run what Triton compiles."""
+    launch = {"runs": _triton.launch, "compiles": compile_kernel, "no": None}[how]
+
+    def launch_held(name: str, grid: tuple[int, int, int], *args: Any, **constants: Any) -> None:
+        mode.check(name, [one for one in args if isinstance(one, Tensor)])
+        assert launch is not None
+        launch(name, grid, *map(_held, args), **constants)
+
+    return {"works": lambda number: how != "no", "launch": launch_held}
 
 
 _NATIVE: dict[str, bool] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import multiprocessing
+import os
 import pickle
 import subprocess
 import sys
@@ -24,10 +25,14 @@ class EmulatedProcess:
         ...     waits = process.run(train_a_step)
     """
 
+    def __init__(self, *, interprets: bool = True) -> None:
+        """Args: ``interprets`` runs Triton's kernels in its interpreter; otherwise it compiles them."""
+        self._interprets = interprets
+
     def __enter__(self) -> EmulatedProcess:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, self._interprets), daemon=True)
         self._process.start()
         theirs.close()
         return self
@@ -57,8 +62,8 @@ class EmulatedProcess:
         return result
 
 
-def _serve(pipe: Connection) -> None:
-    load_device()
+def _serve(pipe: Connection, interprets: bool) -> None:
+    load_device(interprets=interprets)
     while True:
         try:
             asked = pipe.recv_bytes()
@@ -72,8 +77,9 @@ def _serve(pipe: Connection) -> None:
         pipe.send_bytes(pickle.dumps(answer))
 
 
-def load_device() -> None:
+def load_device(*, interprets: bool = True) -> None:
     """Compile and load ``device.cpp``; hide packages of PyG whose operators were compiled without CUDA."""
+    os.environ["TRITON_INTERPRET"] = str(int(interprets))  # Triton reads it when it is imported, which torch may do
     sys.modules |= {"torch_scatter": None, "torch_sparse": None}  # type: ignore[dict-item]
     spec = importlib.util.find_spec("torch")
     assert spec is not None

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import tempfile
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ def worst_by_layer(
     names: Sequence[str] = (),
     *,
     without: Sequence[str] = (),
+    triton: Literal["no", "runs"] = "no",
 ) -> dict[str, float]:
     """Return the largest difference of a step on the GPU from one on the CPU, by layer.
 
@@ -39,11 +40,12 @@ def worst_by_layer(
         savings: Arguments of :class:`Savings`.
         names: Layers; by default all that the backend supports, ``without`` some.
         without: See ``names``.
+        triton: As for :func:`emulated_gpu`.
     """
     with tempfile.TemporaryDirectory() as folder:
         shard = _shard(folder, backend)
         return {
-            name: _difference(name, shard, backend, arguments, savings)
+            name: _difference(name, shard, backend, arguments, savings, triton)
             for name in names or supported_layers(backend)
             if name not in without
         }
@@ -99,12 +101,19 @@ def _shard(folder: str, backend: str) -> Shard:
     return Shard.load(f"{folder}/store", 0)
 
 
-def _difference(name: str, shard: Shard, backend: str, arguments: dict[str, Any], savings: dict[str, Any]) -> float:
+def _difference(
+    name: str,
+    shard: Shard,
+    backend: str,
+    arguments: dict[str, Any],
+    savings: dict[str, Any],
+    triton: Literal["no", "runs"],
+) -> float:
     assert name in LAYERS
     plain = build(name, 5, 3)  # on the host, where lazy layers get their sizes too
     reference = reference_step(copy.deepcopy(plain), random_graph("directed")[0])
     runs, communicator = resolve_backend(backend, **arguments), Communicator()
-    with emulated_gpu():
+    with emulated_gpu(triton=triton):
         there = shard.to("cuda")
         runs.bind(there, communicator)
         model = distribute(plain.cuda(), backend=runs, savings=Savings(**savings), check=False)

@@ -20,5 +20,5 @@ def _errors() -> dict[str, float]:
 
 def test_kernels_on_an_emulated_gpu(gpu: EmulatedProcess) -> None:
     errors = gpu.run(_errors)
-    assert len(errors) == 12 * 3 * 4 * 2
+    assert len(errors) == len(KERNELS) * len(GRAPHS) * len(TOLERANCE) * 2
     assert {name: error for name, error in errors.items() if not error <= 1} == {}

@@ -25,6 +25,18 @@ def _spmm(reduce: str, csr: CSR, x: Tensor, weight: Tensor | None = None) -> Ten
     return spmm(csr, x, weight, reduce)  # type: ignore[arg-type]
 
 
+def _spmm_by_head(csr: CSR, x: Tensor, weight: Tensor) -> Tensor:
+    return spmm(csr, _by_head(x), weight)
+
+
+def _largest_sum(csr: CSR, x: Tensor, weight: Tensor) -> Tensor:
+    return spmm(csr, _by_head(x), weight, "max", op="add")
+
+
+def _softmax_of_ends(csr: CSR, source: Tensor, target: Tensor) -> Tensor:
+    return edge_softmax(csr, source=source, target=target, negative_slope=0.2)
+
+
 def _by_head(x: Tensor) -> Tensor:
     return x.view(-1, HEADS, WIDTH // HEADS)
 
@@ -41,8 +53,12 @@ def _scores(csr: CSR, x: Tensor, target: Tensor, attention: Tensor) -> Tensor:
 KERNELS: dict[str, tuple[Callable[..., Tensor], list[tuple[str, int]]]] = {
     **{one: (partial(_spmm, one), [("c", WIDTH)]) for one in ("sum", "mean", "max", "min")},
     **{f"{one}, weights": (partial(_spmm, one), [("c", WIDTH), ("e", 0)]) for one in ("sum", "mean", "max", "min")},
+    "sum, weights by head": (_spmm_by_head, [("c", WIDTH), ("e", HEADS)]),
+    "max, added by head": (_largest_sum, [("c", WIDTH), ("e", HEADS)]),
+    "sddmm, one head": (lambda csr, x, y: sddmm(csr, x.unsqueeze(1), y.unsqueeze(1)), [("c", WIDTH), ("r", WIDTH)]),
     "sddmm": (lambda csr, x, y: sddmm(csr, _by_head(x), _by_head(y)), [("c", WIDTH), ("r", WIDTH)]),
     "softmax": (lambda csr, edge: edge_softmax(csr, edge=edge), [("e", HEADS)]),
+    "softmax of ends": (_softmax_of_ends, [("c", HEADS), ("r", HEADS)]),
     "gat": (_attention, [("c", WIDTH), ("c", HEADS), ("r", HEADS)]),
     "gatv2": (_scores, [("c", WIDTH), ("r", WIDTH), ("1", WIDTH)]),
 }

@@ -1,0 +1,106 @@
+"""Triton's kernels, in its interpreter and in its compiler; :mod:`tests.kernels.test_cuda` runs them on a GPU."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import itertools
+import math
+
+import pytest
+import torch
+
+from pygdist.kernels import CSR, _triton, spmm
+from tests.cuda import compiling, steps
+from tests.cuda.emulation import emulated_gpu
+from tests.cuda.process import EmulatedProcess
+from tests.kernels.gpu_cases import GRAPHS, KERNELS, TOLERANCE, largest_error
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+def _errors() -> dict[str, float]:
+    found = {}
+    with emulated_gpu(triton="runs"):
+        for kernel, graph, dtype in itertools.product(KERNELS, GRAPHS, TOLERANCE):
+            error = largest_error(kernel, graph, dtype, wide=dtype == torch.float64)
+            found[f"{kernel}, {graph}, {dtype}"] = error / TOLERANCE[dtype]
+    return found
+
+
+def test_kernels_in_the_interpreter(gpu: EmulatedProcess) -> None:
+    errors = gpu.run(_errors)
+    assert len(errors) == len(KERNELS) * len(GRAPHS) * len(TOLERANCE)
+    assert {name: error for name, error in errors.items() if not error <= 1} == {}
+
+
+def _compiled(cache: str) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch, emulated_gpu(triton="compiles"):
+        patch.setenv("TRITON_CACHE_DIR", cache)
+        for kernel, dtype, wide in itertools.product(KERNELS, TOLERANCE, (False, True)):
+            largest_error(kernel, "skewed", dtype, wide=wide)
+    return sorted({name for name, *_ in compiling.compiled})
+
+
+def test_kernels_compile_for_gpus(tmp_path_factory: pytest.TempPathFactory) -> None:
+    from pygdist.kernels import _triton_kernels
+
+    with EmulatedProcess(interprets=False) as process:
+        names = process.run(_compiled, str(tmp_path_factory.mktemp("triton")))
+    assert names == sorted(name for name, one in vars(_triton_kernels).items() if name[0] != "_" and _is_kernel(one))
+
+
+def _is_kernel(one: object) -> bool:
+    return hasattr(one, "arg_names") and hasattr(one, "run")
+
+
+def _special() -> list[list[float]]:
+    """A row with a NaN, a row of -inf alone, an extremum of 0, and an empty row."""
+    values = [[1.0], [math.nan], [-math.inf], [0.0]]
+    index = torch.tensor([0, 1, 2, 2, 3, 3], dtype=torch.int32)
+    found = []
+    with emulated_gpu(triton="runs"):
+        csr = CSR(torch.tensor([0, 2, 4, 6, 6]).cuda(), index.cuda(), 4)
+        for reduce in ("max", "min"):
+            x = torch.tensor(values, requires_grad=True).cuda().detach().requires_grad_()
+            out = spmm(csr, x, None, reduce)
+            (grad,) = torch.autograd.grad(out[1:].sum(), x)
+            found += [out.detach().flatten().tolist(), grad.flatten().tolist()]
+    return found
+
+
+def test_extrema_of_special_values(gpu: EmulatedProcess) -> None:
+    inf = math.inf
+    maxima, of_maxima, minima, of_minima = gpu.run(_special)
+    assert math.isnan(maxima[0])
+    assert math.isnan(minima[0])
+    assert maxima[1:] == minima[1:] == [-inf, 0, 0]
+    assert of_maxima == of_minima == [0, 0, 1, pytest.approx(2 / 3)]  # scatter_reduce counts its initial zero
+
+
+def _products() -> list[str]:
+    """Which kernels compute a sum by one weight an edge, by default and where runs must repeat bit for bit."""
+    names: list[str] = []
+    with emulated_gpu(triton="runs"), pytest.MonkeyPatch.context() as patch:
+        launch = _triton.launch
+        patch.setattr(
+            _triton, "launch", lambda name, *args, **given: (names.append(name), launch(name, *args, **given))
+        )
+        csr = CSR(torch.tensor([0, 2]).cuda(), torch.tensor([0, 1]).cuda(), 2)
+        for deterministic in (False, True):
+            names.append(f"deterministic={deterministic}")
+            torch.use_deterministic_algorithms(deterministic)
+            spmm(csr, torch.ones(2, 3).cuda(), torch.ones(2).cuda())
+        torch.use_deterministic_algorithms(False)
+    return names
+
+
+def test_deterministic_runs_sum_by_triton(gpu: EmulatedProcess) -> None:
+    assert gpu.run(_products) == ["deterministic=False", "deterministic=True", "spmm"]
+
+
+@pytest.mark.parametrize("backend", ["comm", "tensor"])
+def test_layers_by_triton(backend: str, gpu: EmulatedProcess) -> None:
+    run = functools.partial(steps.worst_by_layer, triton="runs")
+    worst = gpu.run(run, backend, {}, {}, ("GATConv", "GATv2Conv", "TransformerConv", "SAGEConv-max", "SAGEConv-many"))
+    assert {name: value for name, value in worst.items() if value >= 1e-10} == {}
