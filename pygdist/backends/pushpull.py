@@ -25,7 +25,7 @@ from pygdist.backends.passes.base import Forward
 from pygdist.backends.passes.rehearsal import Call, Kind, ModelFacts
 from pygdist.backends.passes.sampled import SampledHops, SampledPass
 from pygdist.backends.sampling.backend import SampledBackend
-from pygdist.backends.sampling.copies import group_sizes, held_columns, slices_of
+from pygdist.backends.sampling.copies import group_sizes, held_columns, nearest, slices_of
 from pygdist.backends.sampling.pipeline import LAG, LaggedSteps, Pipeline, of_layer
 from pygdist.backends.sampling.pushed import PushedFields
 from pygdist.backends.sampling.small import small_neighbourhood
@@ -153,7 +153,7 @@ class PushPullBackend(SampledBackend):
         fields = PushedFields(topology, shard, aside, groups, batches, seed)
         steps = batches.across_ranks(shard, fields, self.communicator, seed=seed)
         assert self._cut_layer is not None, "look_at() finds it"
-        columns = held_columns(shard, sizes.features, self.communicator)
+        columns = nearest(held_columns(shard, sizes.features, aside), self.shard.x.device, self.communicator)
         slices = slices_of(shard.x.size(1), sizes.features)
         sharded = self.first_weights == "sharded"
         self._first = FirstLayer(*self._cut_layer, columns, slices, layer_group, drops=self._drops, sharded=sharded)
@@ -283,8 +283,6 @@ class PushPullBackend(SampledBackend):
         Raises:
             InputError: If the model cannot be cut there; the message says why.
         """
-        if self._columns.device.type != "cpu":
-            raise InputError("backend 'pushpull' runs on CPUs: set accelerator=cpu, or use backend pull")
         if not self._columns.is_floating_point():
             raise InputError(
                 f"backend 'pushpull': the features are {self._columns.dtype}, but a first layer multiplies them; "
@@ -351,7 +349,7 @@ class PushPullBackend(SampledBackend):
         adjacency, hops, inputs = small_neighbourhood(self.shard, model, num_hops)
         num_rows, outs = sum(hops.num_nodes), list[list[Tensor]]()
         for number in (float("nan"), 1.0, -1.0):
-            x = torch.full((1, 1), number, dtype=self.shard.x.dtype)
+            x = torch.full((1, 1), number, dtype=self.shard.x.dtype, device=adjacency.device)
             x = UnheldRows.of(x.as_strided((num_rows, self.shard.x.size(1)), (0, 0)))
             trial = self._trial = StandIn(x, inputs.get("edge_weight"), hops.num_seeds)
             of_edges: list[Kind] = ["edge"]

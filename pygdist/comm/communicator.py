@@ -303,16 +303,26 @@ class Communicator(Transport):
         Its traffic is counted as this one's, and it is closed with this one. Every rank makes the call.
 
         Args:
-            quiet: A thread makes the exchanges. They are not told to the watchdog and the recorder, which follow the
-                main thread, and their time is not counted as waiting.
+            quiet: A thread makes the exchanges, of tensors on the host, over gloo. They are not told to the watchdog
+                and the recorder, which follow the main thread, and their time is not counted as waiting.
         """
-        group = None
+        group, backend = None, "gloo" if quiet else None
         if self.world_size > 1:
             ranks = dist.get_process_group_ranks(self.group)
             # made by some ranks alone, a group after one that is closed would get its name, and its dead addresses
             some = len(ranks) < dist.get_world_size()
-            group = dist.new_group(ranks, timeout=self.timeout, use_local_synchronization=some)
+            group = dist.new_group(ranks, timeout=self.timeout, backend=backend, use_local_synchronization=some)
         return self._beside(group, quiet=quiet)
+
+    def on_host(self) -> Communicator:
+        """Return a communicator of the same ranks that takes tensors on the host; every rank makes the call."""
+        if not self.is_nccl:
+            return self
+        if self._host is None or self._host.is_closed:
+            group = dist.new_group(dist.get_process_group_ranks(self.group), self.timeout, "gloo")
+            self._host = self._beside(group)
+        host: Communicator = self._host
+        return host
 
     def split(self, size: int, *, quiet: bool = False) -> Communicator:
         """Return a communicator of ``size`` ranks, this one's and its neighbours, on a process group of its own.
@@ -326,16 +336,18 @@ class Communicator(Transport):
         """
         if size == self.world_size:
             return self.apart(quiet=quiet)
-        ranks, mine = dist.get_process_group_ranks(self.group), None
+        ranks, mine, backend = dist.get_process_group_ranks(self.group), None, "gloo" if quiet else None
         some = len(ranks) < dist.get_world_size()
         for first in range(0, self.world_size, size) if size > 1 else ():
             members, is_mine = ranks[first : first + size], first <= self.rank < first + size
             if is_mine or not some:
-                made = dist.new_group(members, timeout=self.timeout, use_local_synchronization=some)
+                made = dist.new_group(
+                    members, timeout=self.timeout, backend=backend, use_local_synchronization=some
+                )  # fmt: skip
                 mine = made if is_mine else mine
         return self._beside(mine, quiet=quiet, first=self.rank - self.rank % size)
 
-    def _beside(self, group: dist.ProcessGroup | None, *, quiet: bool, first: int = 0) -> Communicator:
+    def _beside(self, group: dist.ProcessGroup | None, *, quiet: bool = False, first: int = 0) -> Communicator:
         """Return a communicator over a group of these ranks, of which ``first`` is its rank 0."""
         other = Communicator(
             group, timeout_s=self.timeout.total_seconds(), watchdog=self._watchdog, local_rank=self.local_rank

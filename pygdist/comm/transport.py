@@ -54,6 +54,7 @@ class Transport:
         self.recorder: Recorder | None = None
         self._epoch = 0
         self._parent: Transport | None = None  # whose epoch it is
+        self._host: Any = None  # of the same ranks, for tensors on the host
         self._on_gpu = 0  # ranks on the GPU of this one, if that is known
         self.check_order = check_order
         self.timeout = datetime.timedelta(seconds=timeout_s)
@@ -67,9 +68,11 @@ class Transport:
         self._apart: list[Transport] = []  # of the same ranks, closed with this one
         self._users: list[weakref.WeakMethod[Callable[[], None]]] = []
         self.is_nccl = group is not None and _backend_of_gpus(group) == "nccl"
+        # with its number: another thread has another current GPU
+        self._gpu = torch.device("cuda", torch.cuda.current_device()) if self.is_nccl else None
         if group is not None and self.is_nccl:
             # nccl wants every rank in the first call of a group; later pairs may then involve any two
-            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+            dist.all_reduce(torch.zeros(1, device=self._gpu), group=group)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Transport:
         return self  # copies of a module share its process group, which nobody can copy
@@ -101,7 +104,7 @@ class Transport:
     @property
     def device(self) -> torch.device:
         """The device on which the process group takes tensors: the GPU with nccl, else the CPU."""
-        return torch.device("cuda" if self.is_nccl else "cpu")
+        return self._gpu or torch.device("cpu")
 
     def sharers(self, device: torch.device) -> int:
         """Return how many ranks share the memory of a device, this one too.

@@ -177,12 +177,16 @@ class Shard:
         )
 
     def to(self, device: torch.device | str, **_: Any) -> Shard:
-        """Return the shard on ``device``, or itself if it is there. Lightning calls this for each batch."""
+        """Return the shard on ``device``, or itself if it is there. Lightning calls this for each batch.
+
+        ``columns`` stay where they lie, in a file: they may be larger than the device.
+        """
         device = torch.device(device)
         if self.x.device == device or (self.x.device.type == device.type and device.index is None):
             return self
         around = None if self.surroundings is None else self.surroundings.to(device)
-        moved = {name: self._converted(name, around, device) for name, value in vars(self).items() if is_plain(value)}
+        plain = [name for name, value in vars(self).items() if is_plain(value) and name != "columns"]
+        moved = {name: self._converted(name, around, device) for name in plain}
         clones = None if self.clones is None else self.clones.to(device)
         adjacency, plan = self.adjacency.to_device(device), self.plan.to(device)
         return self.replace(surroundings=around, clones=clones, adjacency=adjacency, plan=plan, **moved)

@@ -3,6 +3,7 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
 namespace {
 const c10::Device kDevice(c10::DeviceType::CUDA, 0);
@@ -39,3 +40,11 @@ struct CUDAHooks final : CUDAHooksInterface {
 };
 REGISTER_CUDA_HOOKS(CUDAHooks)
 }  // namespace at
+
+namespace c10d {
+struct NoTimer final : Timer {  // DistributedDataParallel wants one for each kind of device
+  explicit NoTimer(c10::Device) {}
+  std::optional<int64_t> measureDifference(Event, Event) override { return std::nullopt; }
+};
+C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, NoTimer)
+}  // namespace c10d

@@ -7,6 +7,7 @@ Inside :func:`emulated_gpu` an operator that mixes devices raises, and each wait
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -76,12 +77,20 @@ class EmulatedTensor(Tensor):
         memo[id(self)] = copied
         return copied
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.held.__reduce_ex__(protocol)  # files are read on the host
+
     def __repr__(self) -> str:
         return f"EmulatedTensor({self.held!r}, device='{DEVICE}')"
 
 
+@functools.cache
+def _subclass_here(cls: type[Tensor]) -> type[EmulatedTensor]:
+    return type(cls.__name__, (cls, EmulatedTensor), {})
+
+
 _PACKAGES = {one.__name__: Path(one.__file__ or "").parent for one in (pygdist, torch_geometric)}
-_OURS = (Tensor, torch.nn.Parameter, EmulatedTensor)
+_PLAIN = Tensor.__torch_dispatch__
 
 
 class Waits:
@@ -185,7 +194,9 @@ class _Stream(_Event):
 
 def _cuda(waits: Waits, uuid: str) -> dict[str, Any]:
     """Return what stands for the functions of ``torch.cuda``."""
-    properties = SimpleNamespace(total_memory=2 * FREE_BYTES, uuid=uuid, name="emulated", multi_processor_count=1)
+    properties = SimpleNamespace(
+        total_memory=2 * FREE_BYTES, uuid=uuid, name="emulated", multi_processor_count=1, major=8, minor=0
+    )
     return {
         "_lazy_init": lambda: None,
         "is_available": lambda: True,
@@ -213,8 +224,8 @@ def _cuda(waits: Waits, uuid: str) -> dict[str, Any]:
 
 def _before_dispatch(mode: _Emulation) -> list[tuple[Any, str, Callable[..., Any]]]:
     """Return functions that decide before torch's dispatcher: of what, their name, and what stands for each."""
-    sparse, address_of, storage_of, list_of = (
-        torch.sparse_csr_tensor, Tensor.data_ptr, Tensor.untyped_storage, Tensor.tolist
+    sparse, address_of, storage_of, list_of, as_class = (
+        torch.sparse_csr_tensor, Tensor.data_ptr, Tensor.untyped_storage, Tensor.tolist, Tensor.as_subclass
     )  # fmt: skip
 
     def made(make: Callable[..., Any], *args: Any, device: Any = None, **given: Any) -> Any:
@@ -239,6 +250,9 @@ def _before_dispatch(mode: _Emulation) -> list[tuple[Any, str, Callable[..., Any
             raise RuntimeError(f"the native library was given memory of the GPU in {caller.f_code.co_filename}")
         return address_of(_held(one))
 
+    def as_subclass(one: Tensor, cls: type[Tensor]) -> Tensor:
+        return as_class(one, cls) if not isinstance(one, EmulatedTensor) else _subclass_here(cls)(one.held)
+
     def pinned(one: Tensor) -> Tensor:
         mode.pinned[one] = True
         return one
@@ -248,6 +262,7 @@ def _before_dispatch(mode: _Emulation) -> list[tuple[Any, str, Callable[..., Any
         (torch, "as_tensor", partial(made, torch.as_tensor)),
         (torch, "sparse_csr_tensor", sparse_csr),
         (Tensor, "tolist", to_list),
+        (Tensor, "as_subclass", as_subclass),
         (Tensor, "pin_memory", pinned),
         (Tensor, "is_pinned", lambda one: one in mode.pinned),
         (Tensor, "data_ptr", address),
@@ -289,7 +304,7 @@ class _Emulation(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if any(one not in _OURS and one.__torch_dispatch__ is not Tensor.__torch_dispatch__ for one in types):
+        if any(not issubclass(one, EmulatedTensor) and one.__torch_dispatch__ is not _PLAIN for one in types):
             return NotImplemented  # an adjacency, which calls operators on its tensors
         given = dict(kwargs or {})
         tensors = [one for one in tree_leaves((args, given)) if isinstance(one, Tensor)]

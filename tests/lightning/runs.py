@@ -25,15 +25,16 @@ class PoolEnvironment(LightningEnvironment):
     main_address, main_port = "127.0.0.1", 0
     creates_processes_externally = True
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, *, one_device: bool = False) -> None:
+        """Args: ``one_device`` makes each rank a host with one device, which hosts may share."""
         super().__init__()
-        self._rank = rank
+        self._ranks = (0, rank) if one_device else (rank, 0)
 
     def local_rank(self) -> int:
-        return self._rank
+        return self._ranks[0]
 
     def node_rank(self) -> int:
-        return 0
+        return self._ranks[1]
 
 
 class History(Callback):

@@ -17,7 +17,7 @@ from pygdist.lightning.parts import PartLoader
 from pygdist.native import load
 from pygdist.sampler import MiniBatches, NeighborBatches, SaintNodeBatches
 from pygdist.testing import run_ranks
-from tests.lightning import runs
+from tests.lightning import gpu_runs, runs
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
 
@@ -65,6 +65,23 @@ def test_a_gpu_trains_as_the_host_does(name: str, tmp_path: Path) -> None:
     for name, value in wanted.items():
         if name not in ("convs.0.bias", "norms.0.module.running_mean"):  # a norm cancels it: its gradient is rounding
             torch.testing.assert_close(found[name], value, rtol=0, atol=1e-7, msg=lambda said, of=name: f"{of}: {said}")
+
+
+def _trained(rank: int, world_size: int, folder: str, name: str, accelerator: str) -> gpu_runs.Outcome:
+    return gpu_runs.train(rank, world_size, folder, name, accelerator)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("name", gpu_runs.CASES)
+def test_a_run_from_fit_to_export(name: str, world_size: int, tmp_path: Path) -> None:
+    """Ranks share the first GPU; gloo carries what travels."""
+    if load() is None:
+        pytest.skip("the native library was not built here")
+    expected, found = (
+        run_ranks(_trained, world_size, str(tmp_path), name, accelerator) for accelerator in ("cpu", "gpu")
+    )
+    for one, other in zip(found, expected, strict=True):
+        gpu_runs.compare(name, one, other)
 
 
 class Stepped(NodeClassifier):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from pygdist.comm import Communicator
@@ -17,6 +18,7 @@ from pygdist.comm.slices import columns_of
 from pygdist.errors import InputError
 from pygdist.graph import Shard
 from pygdist.kernels.csr import narrowest
+from pygdist.memory import gpus
 from pygdist.sampler.topology import holders
 
 _ROWS = 1 << 18  # at a time
@@ -107,6 +109,13 @@ def held_columns(shard: Shard, size: int, communicator: Communicator) -> Tensor:
             if come:
                 out[start : start + len(block), one.start - mine.start : one.stop - mine.start] = rows
     return out
+
+
+def nearest(columns: Tensor, device: torch.device, communicator: Communicator) -> Tensor:
+    """Return columns on a GPU if they take at most a quarter of its free memory, divided by the ranks on it."""
+    if device.type != "cuda" or columns.nbytes > gpus.free_bytes(device) // (4 * communicator.sharers(device)):
+        return columns
+    return columns.to(device)
 
 
 def slices_of(width: int, size: int) -> list[slice]:

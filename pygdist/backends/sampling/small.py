@@ -26,12 +26,13 @@ def small_neighbourhood(
     target = torch.arange(ends[-2]).repeat_interleave(_EACH)
     new, old = target[::_EACH] + _SEEDS, (target[::_EACH] * 7 + 1) % (target[::_EACH] + _SEEDS)
     source = torch.stack([new, old], dim=1).view(-1)
-    adjacency = Adjacency(torch.stack([source, target]), num_src=ends[-1], num_dst=ends[-1])
+    device = next(model.parameters(), shard.x).device  # a trainer moves the model later
+    adjacency = Adjacency(torch.stack([source, target]).to(device), num_src=ends[-1], num_dst=ends[-1])
     generator, inputs = torch.Generator().manual_seed(0), {}
     for name, value in edge_inputs(model, shard).items():
         shape = (target.numel(), *value.shape[1:])
         random = torch.rand(shape, generator=generator, dtype=torch.float64)
-        inputs[name] = random.to(value.dtype) if value.is_floating_point() else torch.zeros(shape, dtype=value.dtype)
+        inputs[name] = (random if value.is_floating_point() else torch.zeros(shape)).to(device, value.dtype)
     hops = SampledHops(tuple(sizes), inputs.get("edge_weight"))
     adjacency.slot(SAMPLED_HOPS, lambda: hops)
     return adjacency, hops, inputs

@@ -61,9 +61,9 @@ class FirstLayer:
 
     def prepared(self, blocks: Sequence[InEdges], parameters: Mapping[str, Tensor]) -> list[tuple[InEdges, Tensor]]:
         """Return, for each batch, its edges and this rank's columns as the cut layer's functions get them."""
-        dtype = parameters[self.cut.weights[0]].dtype
+        like = parameters[self.cut.weights[0]]
         return [
-            self.cut.prepared(self.layer, block, self._columns, dtype, drops=self._drops, first=self.mine.start)
+            self.cut.prepared(self.layer, block, self._columns, like, drops=self._drops, first=self.mine.start)
             for block in blocks
         ]
 

@@ -44,7 +44,7 @@ class UnheldRows(Tensor):
             out = func(*args, **(kwargs or {}))
         dropped = max((one.dropped for one in args if isinstance(one, cls)), default=0.0)
         # a view of dropped rows is not the features as they were
-        return cls.of(out, dropped) if dropped and type(out) is Tensor and out.dim() == 2 else out
+        return cls.of(out, dropped) if dropped and isinstance(out, Tensor) and out.dim() == 2 else out
 
 
 def _after_dropout(x: UnheldRows, p: float = 0.5, training: bool = True, inplace: bool = False) -> UnheldRows:

@@ -31,7 +31,7 @@ def whole_first_layer(layer: Any, cut: Cut, shard: Shard, communicator: Communic
         communicator: The ranks.
         weighted: The layer gets the graph's edge weights.
     """
-    degree: Tensor | None = None
+    shard, degree = shard.to("cpu"), None
     if cut.degrees is not None:
         degree = _degrees(layer, cut, shard, communicator, weighted=weighted)
 
@@ -46,6 +46,7 @@ def whole_first_layer(layer: Any, cut: Cut, shard: Shard, communicator: Communic
 
 def whole_products(layer: Any, cut: Cut, shard: Shard, communicator: Communicator) -> Tensor:
     """Return the products of this rank's rows of features with a layer's weights, ``(n, sum of H)``, likewise."""
+    shard = shard.to("cpu")
 
     def rows_from(start: int) -> InEdges:
         ids = shard.owned_id[start : start + _ROWS]
@@ -62,7 +63,7 @@ def _summed(
     columns, width = shard.columns, shard.x.size(1)
     assert columns is not None, "the placement is columns"
     first = FirstLayer(layer, cut, columns, slices_of(width, communicator.world_size), communicator)
-    pusher, sums = Pusher(shard.num_nodes, communicator), list[Tensor]()
+    pusher, sums = Pusher(shard.num_nodes, communicator.on_host()), list[Tensor]()
     num_chunks = int(communicator.gather([float(-(-shard.num_owned // _ROWS))]).max())
     with torch.no_grad():
         for number in range(max(num_chunks, 1)):
@@ -91,5 +92,5 @@ def _degrees(layer: Any, cut: Cut, shard: Shard, communicator: Communicator, *, 
     starts = range(0, max(shard.num_owned, 1), _ROWS)
     mine = [cut.degrees(layer, _chunk(shard, start, weighted=weighted)[0], torch.float64) for start in starts]
     degree = torch.cat(mine)
-    halo = communicator.exchange_rows(degree.unsqueeze(1), shard.plan, label="degrees").squeeze(1)
+    halo = communicator.on_host().exchange_rows(degree.unsqueeze(1), shard.plan, label="degrees").squeeze(1)
     return torch.cat([degree, halo])

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pygdist.kernels import CSR
+from pygdist.memory.gpus import uploaded
 from pygdist.sampler._native import place
 
 
@@ -27,6 +28,7 @@ class InEdges:
         ends: Number of leading rows that can be computed after 1, 2, ... hops; by default all, after any.
         key: Seed of this batch's dropout; equal on all ranks. It follows from ``batch_seed``, the epoch and the seeds.
         scores: Scores of nodes, summed over ranks, as :attr:`Cut.scores` returns them.
+        is_compact: Columns are places among the nodes of edges and rows, rows first, as :meth:`compact` numbers them.
     """
 
     csr: CSR
@@ -36,6 +38,7 @@ class InEdges:
     ends: tuple[int, ...] = ()
     key: int = 0
     scores: Tensor | None = None
+    is_compact: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -54,7 +57,13 @@ class InEdges:
         """
         ids, local = place(self.row_id, self.csr.index.long())
         csr = CSR(self.csr.indptr, local.to(torch.int32), ids.numel())
-        return replace(self, csr=csr, row_id=torch.arange(self.num_rows)), ids
+        return replace(self, csr=csr, row_id=torch.arange(self.num_rows), is_compact=True), ids
+
+    def to(self, device: torch.device) -> InEdges:
+        """Return the edges on a device."""
+        csr = CSR(uploaded(self.csr.indptr, device), uploaded(self.csr.index, device), self.csr.num_cols)
+        weight, degree = (None if one is None else uploaded(one, device) for one in (self.weight, self.source_degree))
+        return replace(self, csr=csr, row_id=uploaded(self.row_id, device), weight=weight, source_degree=degree)
 
 
 Parameters = Mapping[str, Tensor]
@@ -102,30 +111,32 @@ class Cut:
         }
 
     def prepared(
-        self, layer: nn.Module, edges: InEdges, columns: Tensor, dtype: torch.dtype, *, drops: float = 0, first: int = 0
+        self, layer: nn.Module, edges: InEdges, columns: Tensor, like: Tensor, *, drops: float = 0, first: int = 0
     ) -> tuple[InEdges, Tensor]:
-        """Return the edges and columns, in a type, that the functions of ranks get.
+        """Return the edges and columns, in the type and on the device of a tensor, that the functions of ranks get.
 
         Of columns in another type, as float16 on disk, only those that the edges read are converted.
 
         Args:
             layer: The layer.
-            edges: The edges.
-            columns: This rank's columns of all nodes.
-            dtype: The type.
+            edges: The edges, on the host.
+            columns: This rank's columns of all nodes, on the host or the device.
+            like: The tensor.
             drops: Rate of dropout over the features.
             first: Number of the rank's first column, which chooses the random numbers with the edges' key.
         """
         if edges.weight is not None:
-            edges = replace(edges, weight=edges.weight.to(dtype))
+            edges = replace(edges, weight=edges.weight.to(like.dtype))
         if self.arranged is not None:
             edges, ids = self.arranged(layer, edges)
-        elif columns.dtype == dtype and not drops:
+        elif columns.dtype == like.dtype and like.device.type == "cpu" and not drops:
             return edges, columns
         else:
             edges, ids = edges.compact()
-        held = columns[ids].to(dtype)
-        return edges, held * kept_share(held, 1 - drops, edges.key + 1 + first) if drops else held
+        held = uploaded(columns.index_select(0, uploaded(ids, columns.device)), like.device).to(like.dtype)
+        if drops:
+            held = held * kept_share(held, 1 - drops, edges.key + 1 + first)
+        return edges.to(like.device), held
 
 
 def products_of(cut: Cut) -> Cut:
@@ -154,7 +165,7 @@ def summed(
     ``parameters`` are by default those of the layer.
     """
     parameters = cut.parameters(layer) if parameters is None else parameters
-    by_rank = [(*cut.prepared(layer, edges, x[:, mine].contiguous(), x.dtype), mine) for mine in slices]
+    by_rank = [(*cut.prepared(layer, edges, x[:, mine].contiguous(), x), mine) for mine in slices]
     if cut.scores is not None:
         scores = torch.stack([cut.scores(layer, parameters, *one) for one in by_rank]).sum(0)
         by_rank = [(replace(held, scores=scores), columns, mine) for held, columns, mine in by_rank]

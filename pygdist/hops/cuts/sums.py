@@ -122,7 +122,7 @@ def _powers(layer: Any, edges: InEdges, columns: Tensor, *, normalised: bool) ->
         csr = CSR(csr.indptr, sources[: csr.num_entries], out[-1].size(0))
         loops = None if loop_weight is None else loop_weight[:num_rows]
         weights = None if weight is None else weight[: csr.num_entries]
-        out.append(_sum(csr, out[-1], weights, loops, torch.arange(num_rows)))
+        out.append(_sum(csr, out[-1], weights, loops, torch.arange(num_rows, device=csr.index.device)))
     return out
 
 
@@ -134,7 +134,7 @@ def _leading(csr: CSR, num_rows: int) -> CSR:
 
 def _rows_of(edges: InEdges, ids: Tensor) -> Tensor:
     """Return the rows of nodes, which are all rows here, by their ids."""
-    return place(edges.row_id, ids.long())[1].to(torch.int32)
+    return ids if edges.is_compact else place(edges.row_id, ids.long())[1].to(torch.int32)
 
 
 def _sum(csr: CSR, rows: Tensor, weight: Tensor | None, loop_weight: Tensor | None, own: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ def _normalised_weights(layer: Any, edges: InEdges, dtype: torch.dtype) -> tuple
         fill = 0.0 if loop_weight is None else _fill(layer, edges)
         source_degree = _at_sources(edges, degree, fill)
     scale, source_scale = (_inverse_root(one.to(dtype)) for one in (degree, source_degree))
-    row_scale = scale.repeat_interleave(edges.csr.indptr.diff())
+    row_scale = scale.repeat_interleave(edges.csr.indptr.diff(), output_size=edges.csr.num_entries)
     return source_scale * weight * row_scale, None if loop_weight is None else scale * scale * loop_weight
 
 
@@ -179,13 +179,16 @@ def _fill(layer: Any, edges: InEdges) -> float:
 def _with_loops(layer: Any, edges: InEdges, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
     """Return the weights of edges, and of the self-loops that are added; loops that exist get 0 among the edges."""
     csr, weight = edges.csr, edges.weight
-    weight = torch.ones(csr.num_entries, dtype=dtype) if weight is None else weight.to(dtype)
+    weight = csr.index.new_ones(csr.num_entries, dtype=dtype) if weight is None else weight.to(dtype)
     if not getattr(layer, "add_self_loops", False):  # TAGConv adds none
         return weight, None
     row = csr.row_index().long()
     is_loop = csr.index == edges.row_id[row]
-    loop_weight = weight.new_full((csr.num_rows,), _fill(layer, edges))
-    loop_weight[row[is_loop]] = weight[is_loop]  # a loop that exists keeps its weight
+    # a loop that exists keeps its weight, the last one of several; a mask would let the host wait for a GPU
+    entry = torch.arange(csr.num_entries, device=row.device).masked_fill(~is_loop, -1)
+    last = row.new_full((csr.num_rows,), -1).scatter_reduce(0, row, entry, "amax")
+    padded = torch.cat([weight, weight.new_full((1,), _fill(layer, edges))])
+    loop_weight = padded[last]
     return weight.masked_fill(is_loop, 0.0), loop_weight
 
 
@@ -193,8 +196,8 @@ def _at_sources(edges: InEdges, value: Tensor, other: float) -> Tensor:
     """Look up values of rows at the sources of edges; ``other`` for sources that are no rows here."""
     if not edges.num_rows:
         return value.new_full((edges.csr.num_entries,), other)
-    ids, local = place(edges.row_id, edges.csr.index.long())
-    return torch.cat([value, value.new_full((ids.numel() - edges.num_rows,), other)])[local]
+    edges = edges if edges.is_compact else edges.compact()[0]
+    return torch.cat([value, value.new_full((edges.csr.num_cols - edges.num_rows,), other)])[edges.csr.index.long()]
 
 
 def _inverse_root(degree: Tensor) -> Tensor:

@@ -114,7 +114,7 @@ def _plain(layer: MessagePassing) -> MessagePassing:
         module.__class__ = own_class(module)
     forget_local_state(plain)
     put_local_propagate_back(plain)
-    plain = plain.double()
+    plain = plain.double().cpu()
     for one in plain.parameters():
         one.detach().copy_(torch.randn(one.shape, generator=generator, dtype=torch.float64))
         one.requires_grad_()
