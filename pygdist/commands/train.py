@@ -12,6 +12,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -26,7 +27,7 @@ from pygdist.checkpoints import TRAINING_PARTS, read
 from pygdist.commands.launch_variables import is_first_rank
 from pygdist.commands.messages import Parser, described, last_value, one_line, refused_by, shorten
 from pygdist.commands.run_folder import RunFolder, folder_to_go_on, named_checkpoint, new_folder
-from pygdist.commands.trainer_options import check_settings, check_trainer
+from pygdist.commands.trainer_options import accelerator_of, check_settings, check_trainer
 from pygdist.errors import InputError, RefusedError
 from pygdist.lightning import GraphDataModule, GraphDDPStrategy, LinkPredictor, NodeClassifier
 from pygdist.lightning.callbacks import ExchangeMonitor, PredictionWriter
@@ -234,6 +235,8 @@ class GraphCLI(LightningCLI):
         here = os.environ.get("LOCAL_WORLD_SIZE") if "TORCHELASTIC_RUN_ID" in os.environ else None
         if here is not None and str(config["devices"]) == here and config["num_nodes"] == 1:
             kwargs["num_nodes"] = int(os.environ["WORLD_SIZE"]) // int(here)  # torchrun may form anew with fewer
+        num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        kwargs["accelerator"] = accelerator_of(config, kwargs.get("num_nodes", config["num_nodes"]), num_gpus)
         if config["enable_checkpointing"] is False or config["barebones"]:
             self._disabled |= {BestCheckpoint}
         if config["barebones"]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pygdist.commands.launch_variables import is_first_rank
 from pygdist.errors import InputError
 from pygdist.lightning.checks import LARGEST_RATE
+
+log = logging.getLogger(__name__)
 
 _LARGEST = 2**53  # counts are also computed with as floats
 _COUNT, _FROM_ZERO, _OR_MINUS_ONE = (1, _LARGEST), (0, _LARGEST), (-1, _LARGEST)
@@ -106,6 +110,29 @@ def check_trainer(config: Mapping[str, Any]) -> None:
         fewest, limit = config.get(f"min_{unit}"), config.get(f"max_{unit}")
         if isinstance(fewest, int) and isinstance(limit, int) and 0 <= limit < fewest:
             raise InputError(f"--trainer.min_{unit} is {fewest}, but --trainer.max_{unit} is {limit}; lower the first")
+
+
+def accelerator_of(config: Mapping[str, Any], num_nodes: int, num_gpus: int) -> Any:
+    """Return the accelerator that Lightning is told: CPUs, where ``auto`` finds fewer GPUs than there are processes.
+
+    Hosts may have different numbers of GPUs, so with several of them Lightning decides, and refuses the host.
+
+    Args:
+        config: Options of the trainer.
+        num_nodes: Hosts.
+        num_gpus: GPUs of this host.
+    """
+    devices = str(config.get("devices"))
+    if config.get("accelerator") != "auto" or num_nodes != 1 or not devices.isdecimal():
+        return config.get("accelerator")
+    if not 0 < num_gpus < int(devices):
+        return "auto"
+    if is_first_rank():
+        log.warning(
+            "--trainer.devices=%s, but this host has %d GPU%s: training on CPUs; for GPUs set --trainer.devices=%d",
+            devices, num_gpus, "s" * (num_gpus > 1), num_gpus,
+        )  # fmt: skip
+    return "cpu"
 
 
 def _check_devices(devices: Any) -> None:

@@ -15,7 +15,7 @@ from pygdist.backends.planning.greedy import Costs
 from pygdist.cli import main
 from pygdist.commands.launch_variables import check_launch
 from pygdist.commands.messages import check_value, described, refused_by, shorten
-from pygdist.commands.trainer_options import check_settings, check_trainer
+from pygdist.commands.trainer_options import accelerator_of, check_settings, check_trainer
 from pygdist.errors import InputError
 from pygdist.lightning import GraphDataModule, GraphDDPStrategy
 from pygdist.lightning.checks import left_unused
@@ -47,6 +47,26 @@ def test_refused(name: str, value: Any) -> None:
 )
 def test_taken(config: dict[str, Any]) -> None:
     check_trainer(config)
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "devices", "num_nodes", "num_gpus", "expected"),
+    [
+        ("auto", 2, 1, 1, "cpu"),
+        ("auto", "8", 1, 4, "cpu"),
+        ("auto", 2, 1, 2, "auto"),
+        ("auto", 2, 1, 0, "auto"),
+        ("auto", "auto", 1, 1, "auto"),
+        ("auto", "0,1", 1, 1, "auto"),
+        ("auto", 2, 3, 1, "auto"),
+        ("gpu", 2, 1, 1, "gpu"),
+    ],
+)
+def test_more_processes_than_gpus(
+    accelerator: str, devices: Any, num_nodes: int, num_gpus: int, expected: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert accelerator_of({"accelerator": accelerator, "devices": devices}, num_nodes, num_gpus) == expected
+    assert ("training on CPUs" in caplog.text) == (expected == "cpu")
 
 
 def test_options_that_do_not_go_together() -> None:
