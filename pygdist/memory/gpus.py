@@ -5,14 +5,6 @@ from __future__ import annotations
 import zlib
 
 import torch
-from torch import Tensor
-
-
-def uploaded(x: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device, its own or another. The host does not wait for a GPU to which it is copied."""
-    if x.device.type == "cpu" and device.type == "cuda":
-        x = x.pin_memory()  # in memory that torch frees when the copy is made
-    return x.to(device, non_blocking=x.is_pinned())
 
 
 def free_bytes(device: torch.device) -> int:

@@ -18,6 +18,7 @@ from torch import Tensor
 from pygdist.errors import InputError, RefusedError
 from pygdist.memory.limits import reason_of
 from pygdist.memory.mapped import new_tensor
+from pygdist.memory.ring import download, uploaded
 
 log = logging.getLogger(__name__)
 
@@ -29,9 +30,9 @@ class Overflow:
     """Spill storage: holds tensors of which the device gets a few rows at a time.
 
     Args:
-        device: The device that computes. Tensors of a GPU are stored in page-locked memory of the host, tensors of the
-            host in files, of which the system keeps as much in memory as there is room for. A file has no name and
-            goes when its tensor does.
+        device: The device that computes. Tensors of a GPU are stored in memory of the host, tensors of the host in
+            files, of which the system keeps as much in memory as there is room for. A file has no name and goes when
+            its tensor does.
         budget: Bytes that may be on the device at a time.
         folder: Folder of the files; the system's folder for temporary files by default.
         small: Tensors of fewer bytes are kept in memory instead of a file.
@@ -59,12 +60,12 @@ class Overflow:
             if parameter or edges or small or tensor.untyped_storage().data_ptr() in stay:
                 return tensor.detach(), None  # a tensor that leads back to its own node would never be freed
             rows = self.empty(tuple(tensor.shape), tensor.dtype)
-            rows.copy_(tensor, non_blocking=True)
+            download(tensor, rows)
             return tensor.new_empty(0), rows
 
         def unpack(packed: tuple[Tensor, Tensor | None]) -> Tensor:
             tensor, rows = packed
-            return tensor if rows is None else rows.to(tensor.device, non_blocking=True)
+            return tensor if rows is None else uploaded(rows, tensor.device)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
@@ -84,7 +85,7 @@ class Overflow:
             InputError: If the file system has no room for the file.
         """
         if self.device.type == "cuda":
-            return torch.empty(shape, dtype=dtype, pin_memory=True)
+            return torch.empty(shape, dtype=dtype)
         size = math.prod(shape)
         if size * dtype.itemsize < max(self.small, 1):
             return torch.empty(shape, dtype=dtype)

@@ -26,6 +26,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 import pygdist
 from pygdist.kernels import _triton
+from pygdist.memory import ring
 from tests.cuda.cells import CELLS
 from tests.cuda.compiling import compile_kernel
 
@@ -99,11 +100,13 @@ class Waits:
     Attributes:
         lines: The operators for which it waited, each with the line that called it, of pygdist or PyG.
         devices: The devices that it set.
+        pinned_bytes: Bytes of page-locked memory that it allocated.
     """
 
     def __init__(self) -> None:
         self.lines = list[str]()
         self.devices = list[str]()
+        self.pinned_bytes = 0
 
     def note(self, operator: str) -> None:
         """Note a wait."""
@@ -153,6 +156,7 @@ def emulated_gpu(
             stack.enter_context(mock.patch.object(of, name, function))
         for name, function in _triton_as(triton, mode).items():
             stack.enter_context(mock.patch.object(_triton, name, function))
+        stack.callback(ring._ring.cache_clear)
         stack.enter_context(mode)
         yield waits
 
@@ -254,7 +258,7 @@ def _before_dispatch(mode: _Emulation) -> list[tuple[Any, str, Callable[..., Any
         return as_class(one, cls) if not isinstance(one, EmulatedTensor) else _subclass_here(cls)(one.held)
 
     def pinned(one: Tensor) -> Tensor:
-        mode.pinned[one] = True
+        mode.pin(one)
         return one
 
     return [
@@ -263,8 +267,9 @@ def _before_dispatch(mode: _Emulation) -> list[tuple[Any, str, Callable[..., Any
         (torch, "sparse_csr_tensor", sparse_csr),
         (Tensor, "tolist", to_list),
         (Tensor, "as_subclass", as_subclass),
+        (Tensor, "record_stream", lambda one, stream: None),
         (Tensor, "pin_memory", pinned),
-        (Tensor, "is_pinned", lambda one: one in mode.pinned),
+        (Tensor, "is_pinned", mode.is_pinned),
         (Tensor, "data_ptr", address),
         (Tensor, "untyped_storage", lambda one: storage_of(_held(one))),
     ]
@@ -299,7 +304,16 @@ class _Emulation(TorchDispatchMode):
     def __init__(self, waits: Waits) -> None:
         super().__init__()
         self.waits = waits
-        self.pinned = WeakTensorKeyDictionary()
+        self._pinned = WeakTensorKeyDictionary()
+
+    def pin(self, one: Tensor) -> None:
+        """Note that a tensor is in page-locked memory."""
+        self._pinned[one] = True
+        self.waits.pinned_bytes += one.nbytes
+
+    def is_pinned(self, one: Tensor) -> bool:
+        """Tell if a tensor, or what it is a view of, is in page-locked memory."""
+        return one in self._pinned or (one._base is not None and one._base in self._pinned)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -329,7 +343,7 @@ class _Emulation(TorchDispatchMode):
         if operator is aten._to_copy:
             out = out.clone() if out is plain[0] else out
         if pins:
-            self.pinned[out] = True
+            self.pin(out)
         return _like_arguments(func, args, given, out, wraps=there)
 
     def _check_copy(self, operator: Any, args: Sequence[Any], given: Mapping[str, Any], there: bool) -> bool:
@@ -339,8 +353,7 @@ class _Emulation(TorchDispatchMode):
         if to != from_device:
             asynchronous = given.get("non_blocking", len(args) > 2 and bool(args[2]))
             host = of if to else args[0] if operator is not aten._to_copy else None
-            pinned = host is not None and host in self.pinned
-            if not (asynchronous and (to or pinned)):
+            if not (asynchronous and (to or (host is not None and self.is_pinned(host)))):
                 self.waits.note("copy from the host" if to else "copy to the host")
         return to
 

@@ -14,6 +14,7 @@ from pygdist.memory import gpus
 from tests.cuda import steps
 from tests.cuda.emulation import FREE_BYTES, emulated_gpu
 from tests.cuda.process import EmulatedProcess
+from tests.memory.test_ring import LARGE, check_there_and_back
 
 GPU = torch.device("cuda", 0)
 
@@ -66,6 +67,18 @@ def _waited() -> list[int]:
 
 def test_nobody_reads_the_meter_and_it_keeps_no_events(gpu: EmulatedProcess) -> None:
     assert gpu.run(_waited) == [0, 5]
+
+
+def _pinned() -> tuple[int, list[str]]:
+    with emulated_gpu() as waits:
+        check_there_and_back()
+        return waits.pinned_bytes, [line for line in waits.lines if "memory/ring.py" in line]
+
+
+def test_tensors_pass_through_few_page_locked_buffers(gpu: EmulatedProcess) -> None:
+    pinned, waits = gpu.run(_pinned)
+    assert 0 < pinned <= 64 << 20 < LARGE
+    assert waits == []
 
 
 def _bound() -> list[str]:

@@ -20,6 +20,7 @@ from pygdist.graph.identity import fixable, identity_of
 from pygdist.kernels import CSR, transpose
 from pygdist.kernels.csr import narrowest, pointers, row_blocks
 from pygdist.memory.overflow import Overflow
+from pygdist.memory.ring import uploaded
 
 _EDGES_AT_A_TIME = 1 << 20  # to sort
 
@@ -95,7 +96,7 @@ class SourceGroup:
     @property
     def filled(self) -> Tensor:
         """True for destinations that have an edge here; ``(n, 1)`` bool."""
-        rows = self._rows.to(self._memory.device, non_blocking=True)
+        rows = uploaded(self._rows, self._memory.device)
         if not self._by_entry:
             return (rows.diff() > 0).unsqueeze(-1)
         return rows.new_zeros(self._num_rows, dtype=torch.bool).index_fill_(0, rows.long(), True).unsqueeze(-1)
@@ -105,7 +106,7 @@ class SourceGroup:
         """The edges by source; computed once."""
         back, device = self._backwards(), self._memory.device
         assert back.perm is not None
-        indptr, index, perm = (part.to(device, non_blocking=True) for part in (back.indptr, back.index, back.perm))
+        indptr, index, perm = (uploaded(part, device) for part in (back.indptr, back.index, back.perm))
         return CSR(indptr, index, back.num_cols, perm)
 
     def values(self, value: Tensor | None, *, transposed: bool = False) -> Tensor | None:
@@ -114,7 +115,7 @@ class SourceGroup:
             return None
         entry = self._values.get(transposed)
         if entry is not None and entry[1] == identity_of(value):
-            return entry[2].to(value.device, non_blocking=True)
+            return uploaded(entry[2], value.device)
         order = self.perm
         if transposed:
             perm = self._backwards().perm
@@ -131,7 +132,7 @@ class SourceGroup:
         return selected
 
     def _on(self, device: torch.device) -> CSR:
-        rows, index = (part.to(device, non_blocking=True) for part in (self._rows, self._index))
+        rows, index = (uploaded(part, device) for part in (self._rows, self._index))
         return CSR(pointers(rows, self._num_rows) if self._by_entry else rows, index, self._num_cols)
 
     def _backwards(self) -> CSR:

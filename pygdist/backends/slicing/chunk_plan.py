@@ -22,6 +22,7 @@ from pygdist.graph.adjacency import Adjacency, Slot
 from pygdist.kernels import CSR
 from pygdist.kernels.chunked import column_blocks
 from pygdist.memory.overflow import Overflow
+from pygdist.memory.ring import uploaded
 
 Positions = slice | Tensor
 """Some rows of one rank, by their positions among the rows of all ranks."""
@@ -140,7 +141,7 @@ class ChunkPlan:
         """Return those of all ranks' ``rows`` that a chunk reads, on the device."""
         if self.overflow is None or chunk.sources is None:
             return rows
-        return rows.index_select(0, chunk.sources).to(self.overflow.device)
+        return uploaded(rows.index_select(0, chunk.sources), self.overflow.device)
 
     # -- queues: the rows that travel for each chunk ------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from pygdist.errors import InputError
 from pygdist.graph import Adjacency
 from pygdist.hops.reads import leaves_of
 from pygdist.kernels import CSR
+from pygdist.memory.ring import uploaded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,18 +114,18 @@ class ChunkedRun:
         indptr = torch.zeros(degrees.numel() + 1, dtype=csr.indptr.dtype, device=degrees.device)
         torch.cumsum(degrees, 0, out=indptr[1:])
         index = rows_of(csr.index, [self.plan.edges_of(span) for span in spans])
-        return Adjacency.from_csr(CSR(indptr.to(device), index.to(device), chunk.sources.numel()))
+        return Adjacency.from_csr(CSR(uploaded(indptr, device), uploaded(index, device), chunk.sources.numel()))
 
     def rows(self, chunk: Chunk, tensors: Sequence[Tensor]) -> list[ChunkRows]:
         """Return the rows that a chunk reads of each input, on the device; ``tensors`` hold the rows of all ranks."""
         spans, device = self.plan.joined(chunk), self.layout.memory.device
         edges = [self.plan.edges_of(span) for span in spans]
         return [
-            ChunkRows(edge=rows_of(tensor, edges).to(device))
+            ChunkRows(edge=uploaded(rows_of(tensor, edges), device))
             if one.of_edges
             else ChunkRows(
                 source=self.plan.sources_of(chunk, tensor) if one.source else None,
-                target=rows_of(tensor, spans).to(device) if one.target else None,
+                target=uploaded(rows_of(tensor, spans), device) if one.target else None,
             )
             for one, tensor in zip(self.inputs, tensors, strict=True)
         ]

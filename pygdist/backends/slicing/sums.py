@@ -20,6 +20,7 @@ from pygdist.backends.slicing.pipeline import GatherPipeline, Shipment, SplitPip
 from pygdist.comm.recorder import Recorder, recorded
 from pygdist.kernels import CSR
 from pygdist.kernels.chunked import spmm_into
+from pygdist.memory.ring import download, settle, uploaded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +97,7 @@ def aggregate_slices(
             else:
                 for span in plan.joined(chunk):
                     chunk_sum.write(span, sums[span])
+        settle(held.device if plan.overflow is None else plan.overflow.device)
         if rounds.visit is not None:
             rounds.visit(hop, rows)
         rows, sums = sums, rows
@@ -130,6 +132,8 @@ class _ChunkSum:
         span = self.chunk.spans[rank]
         memory = results.buffer(rank, length_of(span), like)
         self.write(span, memory)
+        if not memory.is_cuda:
+            settle(self.sources.device)
         return memory
 
     def write(self, span: slice, out: Tensor) -> None:
@@ -141,12 +145,12 @@ class _ChunkSum:
             sums = out if out.device == device else torch.empty_like(out, device=device)
             self._add_up(span, sums)
             if self.scale is not None:
-                sums *= self.scale[span].to(device)
+                sums *= uploaded(self.scale[span], device)
             if self.added is not None:
                 rows, factor = self.added
-                sums.add_(rows[span].to(device), alpha=factor)
+                sums.add_(uploaded(rows[span], device), alpha=factor)
             if sums is not out:
-                out.copy_(sums)
+                download(sums, out)
 
     def _add_up(self, span: slice, sums: Tensor) -> None:
         device, first = self.sources.device, 0
@@ -154,7 +158,7 @@ class _ChunkSum:
             indptr = csr.indptr[span.start : span.stop + 1]
             edges = slice(int(indptr[0]), int(indptr[-1]))
             sources = self.sources[first : first + csr.num_cols]
-            block = CSR((indptr - edges.start).to(device), csr.index[edges].to(device), sources.size(0))
-            weight = None if self.value is None else self.value[edges].to(device)
+            block = CSR(uploaded(indptr - edges.start, device), uploaded(csr.index[edges], device), sources.size(0))
+            weight = None if self.value is None else uploaded(self.value[edges], device)
             spmm_into(sums, block, sources, weight, onto=first > 0)
             first += csr.num_cols

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pygdist.kernels import CSR
-from pygdist.memory.gpus import uploaded
+from pygdist.memory.ring import uploaded
 from pygdist.sampler._native import place
 
 
