@@ -311,7 +311,7 @@ class Communicator(Transport):
             ranks = dist.get_process_group_ranks(self.group)
             # made by some ranks alone, a group after one that is closed would get its name, and its dead addresses
             some = len(ranks) < dist.get_world_size()
-            group = dist.new_group(ranks, timeout=self.timeout, backend=backend, use_local_synchronization=some)
+            group = dist.new_group(ranks, timeout=self._group_timeout, backend=backend, use_local_synchronization=some)
         return self._beside(group, quiet=quiet)
 
     def on_host(self) -> Communicator:
@@ -342,7 +342,7 @@ class Communicator(Transport):
             members, is_mine = ranks[first : first + size], first <= self.rank < first + size
             if is_mine or not some:
                 made = dist.new_group(
-                    members, timeout=self.timeout, backend=backend, use_local_synchronization=some
+                    members, timeout=self._group_timeout, backend=backend, use_local_synchronization=some
                 )  # fmt: skip
                 mine = made if is_mine else mine
         return self._beside(mine, quiet=quiet, first=self.rank - self.rank % size)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from pygdist.comm.communicator import Communicator
@@ -15,6 +16,9 @@ from pygdist.comm.meter import TrafficMeter
 # torch renamed the option
 _OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"
+
+#: Size of DDP's buckets, in MiB, that holds all gradients of any model.
+ONE_BUCKET_MB = 1 << 30
 
 _ONE_BUCKET, _MOST_SENT = 1 << 20, 1 << 23  # bytes of gradients, and that a rank sends of them
 #: Buffers are equal on all ranks (norms take global statistics), so broadcasting them would only cost time.
@@ -58,6 +62,22 @@ def sum_in_one_round(model: DistributedDataParallel, communicator: Communicator)
         # torch inspects annotations and rejects strings, hence the lambda
         model.register_comm_hook(apart, lambda ranks, bucket: _mean(ranks, bucket.buffer()))
     return fits
+
+
+def sum_behind_exchanges(model: DistributedDataParallel, communicator: Communicator) -> None:
+    """Let gradients be summed by the process group of exchanges; every rank makes the call.
+
+    Two groups of nccl on one GPU may wait for each other for ever if ranks begin their sums and exchanges in another
+    order, or a GPU has no room for both. In one group they run one after the other, in the order of their calls. It is
+    equal on all ranks if the gradients are in one bucket (:data:`ONE_BUCKET_MB`): it is summed when all of them are
+    known, after every exchange of the backward pass, as each of these leads to some gradient.
+
+    Args:
+        model: The model.
+        communicator: The ranks.
+    """
+    # torch inspects annotations and rejects strings, hence the lambda
+    model.register_comm_hook(communicator.group, lambda group, bucket: allreduce_hook(group, bucket))
 
 
 def _mean(communicator: Communicator, mine: Tensor) -> torch.futures.Future[Tensor]:

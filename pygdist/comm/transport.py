@@ -27,6 +27,9 @@ from pygdist.comm.recorder import Recorder
 from pygdist.comm.watchdog import Watchdog
 from pygdist.errors import InputError, UnequalRanksError
 
+#: Seconds that nccl gives exchanges on top: it ends the process without a word, and the watchdog says why.
+NCCL_GRACE_S = 120.0
+
 _LABEL_BYTES = 128
 _TAGS = 2**30
 _END_S = 5.0  # a courier that takes longer waits for a rank that does not answer
@@ -105,6 +108,10 @@ class Transport:
     def device(self) -> torch.device:
         """The device on which the process group takes tensors: the GPU with nccl, else the CPU."""
         return self._gpu or torch.device("cpu")
+
+    @property
+    def _group_timeout(self) -> datetime.timedelta:
+        return self.timeout + datetime.timedelta(seconds=NCCL_GRACE_S if self.is_nccl else 0.0)
 
     def sharers(self, device: torch.device) -> int:
         """Return how many ranks share the memory of a device, this one too.
@@ -186,7 +193,15 @@ class Transport:
     def done(self) -> None:
         """Report that the exchange is over."""
         if self._watchdog is not None and not self._is_quiet:
-            self._watchdog.leave()
+            self._watchdog.leave(self._end_on_gpu())
+
+    def _end_on_gpu(self) -> torch.cuda.Event | None:
+        """Return an event behind what the current stream waits for: nccl's exchanges, for which the host does not."""
+        if not self.is_nccl:
+            return None
+        over = torch.cuda.Event()
+        over.record(torch.cuda.current_stream(self._gpu))
+        return over
 
     def waiting(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
         """Count the time inside the block as waiting, unless a thread waits."""

@@ -35,6 +35,7 @@ from pygdist.comm.places import (
     kill_stopped,
     machine,
 )
+from pygdist.comm.progress import DeviceProgress, Event
 from pygdist.errors import InputError, LostRankError
 from pygdist.signals import ended_before, name_of, note_cause, parent
 
@@ -82,13 +83,14 @@ class Watchdog:
         self._board = Board(store, rank, world_size)
         self.rank, self.world_size = rank, world_size
         self.warn_after_s, self.beat_s, self.lost_after_s = warn_after_s, beat_s, lost_after_s
+        self.limit_s = float("inf")  # for an exchange on a GPU; on the host, those who wait have limits
         self.on_lost, self._lives = on_lost, lives
         self.verdict: str | None = None  # the finding for which the process groups were broken
         self.signum, self.signalled_by = 0, ""  # the signal that ends the run, and which rank it has reached
         self._heard: dict[int, tuple[int, float, int | None]] = {}  # by rank: heartbeats, since when, processor time
         self._processes: dict[int, tuple[str, int]] = {}  # of the other ranks
         self.place = Place()
-        self._since = time.monotonic()
+        self._since, self._progress = time.monotonic(), DeviceProgress()
         self._warned = -1
         self._run_number, self._in_run = 0, active
         self._left: str | None = None
@@ -123,8 +125,10 @@ class Watchdog:
         """Note where this rank is in a model."""
         self.place = replace(self.place, at=at)
 
-    def leave(self) -> None:
-        """Note that the exchange is over."""
+    def leave(self, over: Event | None = None) -> None:
+        """Note that the exchange is over for the host; with ``over``, that a GPU makes it until this event."""
+        if over is not None:
+            self._progress.add(self.place, over)
         self.place = replace(self.place, waiting=False)
 
     def begin(self, stage: str) -> None:
@@ -133,6 +137,7 @@ class Watchdog:
         self._made.clear()
         self._digest, self._left, self._in_run = 0, None, True
         self.place, self.verdict, self.signum = Place(stage=stage), None, 0
+        self._progress.clear()
         self._told.clear()
         self._beat()
 
@@ -140,6 +145,7 @@ class Watchdog:
         """Tell the others that this rank has left the run, and why; heartbeats go on."""
         self._told.set()
         self._in_run, self._left = False, reason
+        self._progress.clear()
         self.leave()
         if self.verdict != NO_STORE:
             self._beat()
@@ -295,8 +301,7 @@ class Watchdog:
                 return
             if not self._beat():
                 return
-            place = self.place
-            late = time.monotonic() - self._since
+            place, late = self._progress.oldest() or (self.place, time.monotonic() - self._since)
             if place.waiting and late > self.warn_after_s and self._warned != place.exchange:
                 self._warned = place.exchange
                 self._warn(place, late)
@@ -310,7 +315,7 @@ class Watchdog:
     @property
     def _cares(self) -> bool:
         """True if this rank needs the others."""
-        return self._in_run or self.place.waiting or bool(self._report.call)
+        return self._in_run or self._report.waits or self.place.waiting
 
     def _guard(self) -> None:
         """Report a store that never answers, as on a machine that froze; the other thread waits for it meanwhile."""
@@ -357,6 +362,9 @@ class Watchdog:
             return "; ".join(lost)
         if found := self._told_by(reports):
             return found
+        if (on_gpu := self._progress.oldest()) is not None and on_gpu[1] > self.limit_s:
+            others = "; ".join(report.described(rank) for rank, report in reports.items() if rank != self.rank)
+            return f"rank {self.rank} has waited {on_gpu[1]:.0f} s in {on_gpu[0]} on its GPU; {others}"
         reports[self.rank] = self._report
         return deadlock(self.rank, reports, soon_s=3 * self.beat_s, patience_s=0.75 * self.lost_after_s)
 
@@ -419,6 +427,8 @@ class Watchdog:
     def _publish(self) -> bool:
         place = self.place
         call, line, idle_s = self._worker.look(place)
+        if (on_gpu := self._progress.oldest()) is not None:
+            place, idle_s = on_gpu  # the host may compute meanwhile, or wait for the GPU at full speed
         self._report = Report(
             beats=self._beats, place=place, run=self._run_number, call=self._call or call, line=line, idle_s=idle_s,
             still_s=self._connections.still_s(), made=tuple(self._made), left=self._left, verdict=self.verdict or "",

@@ -24,10 +24,18 @@ from typing_extensions import override
 
 from pygdist import signals
 from pygdist.comm import Communicator, Watchdog
-from pygdist.comm.ddp import DDP_OPTIONS, ddp_loss_scale, settle_buckets, sum_in_one_round
+from pygdist.comm.ddp import (
+    DDP_OPTIONS,
+    ONE_BUCKET_MB,
+    ddp_loss_scale,
+    settle_buckets,
+    sum_behind_exchanges,
+    sum_in_one_round,
+)
 from pygdist.comm.groups import break_groups
 from pygdist.comm.places import FINISHED, LOST_A_NEIGHBOUR, failure, is_of_connection
 from pygdist.comm.process import leave, watch
+from pygdist.comm.transport import NCCL_GRACE_S
 from pygdist.errors import InputError, LostRankError, SignalError
 from pygdist.lightning import ending, meeting, optimizer_states
 from pygdist.lightning.checkpoint_io import WholeCheckpointIO, check_alike, mistake_in
@@ -161,6 +169,8 @@ class GraphDDPStrategy(DDPStrategy):
                 self._meet()
             if self.world_size == 1 and not dist.is_initialized() and self.cluster_environment is not None:
                 check_address(self.cluster_environment.main_address)
+            grace_s = NCCL_GRACE_S if self._get_process_group_backend() == "nccl" else 0.0
+            self._timeout = datetime.timedelta(seconds=self._timeout_s + grace_s)
             try:
                 super().setup_distributed()
             except (RuntimeError, ValueError, OSError) as error:  # of the store, or of what others wrote into it
@@ -175,6 +185,7 @@ class GraphDDPStrategy(DDPStrategy):
             store = connect(self.cluster_environment, self.global_rank, timeout_s=self._timeout_s, warn_after_s=limit_s)
         self._watchdog = watchdog = watch(store, self.global_rank, self.world_size)
         watchdog.warn_after_s, watchdog.lost_after_s, watchdog.on_lost = self._warn_after_s, limit_s, self._leave
+        watchdog.limit_s = self._timeout_s
         trainer = self._current_trainer
         state = None if trainer is None else trainer.state.fn
         watchdog.begin("a run" if state is None else str(state.value))
@@ -206,7 +217,7 @@ class GraphDDPStrategy(DDPStrategy):
             return
         group = None
         if self.world_size > 1:
-            group = dist.new_group(timeout=datetime.timedelta(seconds=self._timeout_s))
+            group = dist.new_group(timeout=self._timeout)
         self._communicator = Communicator(
             group,
             timeout_s=self._timeout_s,
@@ -240,14 +251,16 @@ class GraphDDPStrategy(DDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
+        if nccl := self.communicator.is_nccl:
+            self._ddp_kwargs.setdefault("bucket_cap_mb", ONE_BUCKET_MB)
         super().configure_ddp()
         if isinstance(self.model, DistributedDataParallel) and self._ddp_comm_hook is None:
             settle_buckets(self.model)
             backend = getattr(self.lightning_module, "backend", None)
             overlaps = backend is not None and backend.abilities.lag and not backend.runs_idle
-            self.sums_in_one_round = (
-                overlaps and not self.communicator.is_nccl and sum_in_one_round(self.model, self.communicator)
-            )
+            self.sums_in_one_round = overlaps and not nccl and sum_in_one_round(self.model, self.communicator)
+            if nccl:
+                sum_behind_exchanges(self.model, self.communicator)
 
     @override
     def on_train_start(self) -> None:

@@ -389,6 +389,7 @@ def test_a_group_of_two_backends_is_asked_for_that_of_gpus(
         monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
         monkeypatch.setattr(dist, "all_reduce", lambda x, group: None)
         monkeypatch.setattr(torch, "zeros", lambda *_, **__: torch.ones(1))
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         assert Communicator(dist.group.WORLD).is_nccl == expected
     finally:
         dist.destroy_process_group()

@@ -119,6 +119,67 @@ def test_a_process_that_was_stopped_itself_accuses_nobody(monkeypatch: pytest.Mo
         watchdog.close()
 
 
+class Exchange:
+    """Stands for an event of a GPU."""
+
+    def __init__(self) -> None:
+        self.is_over = False
+
+    def query(self) -> bool:
+        return self.is_over
+
+
+def test_an_exchange_on_a_gpu_goes_on_until_its_event() -> None:
+    watchdog, events = Watchdog(dist.HashStore(), 0, 2, beat_s=60.0), [Exchange(), Exchange()]
+
+    def shown() -> str:
+        watchdog._beat()
+        place = watchdog._report.place
+        return f"{place.label}{', waits' * place.waiting}"
+
+    for label, event in zip(("rows", "gradients"), events, strict=True):
+        watchdog.enter(0, label)
+        watchdog.leave(event)
+    found = [shown()]
+    for event in events:
+        event.is_over = True
+        found.append(shown())
+    watchdog.close()
+    assert found == ["rows, waits", "gradients, waits", "gradients"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_rank_whose_gpu_waits_hears_of_one_that_left_for_an_error(busy: bool) -> None:
+    """The host may compute meanwhile, or ask the GPU over and over."""
+    store, found = dist.HashStore(), Silence()
+    ranks = [Watchdog(store, rank, 2, beat_s=0.05, lost_after_s=1.0) for rank in range(2)]
+    ranks[0].on_lost = found
+    for watchdog in ranks:
+        watchdog.enter(0, "rows")
+        watchdog.leave(Exchange())
+    ranks[1].close("KeyError: 'x'")
+    end = time.monotonic() + 20
+    while not found.heard.wait(0.0 if busy else 0.1) and time.monotonic() < end:
+        pass
+    ranks[0].close()
+    assert "rank 1" in found[0]
+    assert "KeyError: 'x'" in found[0]
+
+
+@pytest.mark.slow
+def test_a_gpu_that_waits_too_long_is_a_loss() -> None:
+    store, found = dist.HashStore(), Silence()
+    ranks = [Watchdog(store, rank, 2, beat_s=0.05, lost_after_s=60.0) for rank in range(2)]
+    ranks[0].on_lost, ranks[0].limit_s = found, 0.5
+    ranks[0].enter(3, "rows")
+    ranks[0].leave(Exchange())
+    assert found.heard.wait(20)
+    for watchdog in ranks:
+        watchdog.close()
+    assert "s in epoch 3, exchange 1 (rows) on its GPU; rank 1" in found[0]
+
+
 def test_a_signal_on_one_rank_is_heard_of_on_all(caplog: pytest.LogCaptureFixture) -> None:
     store, found = dist.HashStore(), [Silence(), Silence()]
     ranks = [Watchdog(store, rank, 2, beat_s=0.05, on_lost=found[rank]) for rank in range(2)]

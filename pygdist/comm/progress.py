@@ -1,0 +1,67 @@
+"""Exchanges that a GPU makes while the host goes on, as with nccl: which of them are not over."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import Protocol
+
+from pygdist.comm.places import Place
+
+
+class Event(Protocol):
+    """An event of a GPU, such as ``torch.cuda.Event``."""
+
+    def query(self) -> bool:
+        """Tell if the GPU is past the event; the host does not wait."""
+
+
+class DeviceProgress:
+    """The exchanges of this rank that its GPU has still to make, oldest first. Any thread may ask."""
+
+    def __init__(self) -> None:
+        self._ahead = deque[tuple[Place, float, Event]]()
+        self._lock = threading.Lock()
+
+    def add(self, place: Place, over: Event) -> None:
+        """Note an exchange that the host has handed to the GPU.
+
+        Args:
+            place: The place of the rank in it.
+            over: Marks the end of the exchange.
+        """
+        with self._lock:
+            self._drop()
+            self._ahead.append((place, time.monotonic(), over))
+
+    def oldest(self) -> tuple[Place, float] | None:
+        """Return the place of the oldest exchange that is not over, and the seconds for which it has been the oldest.
+
+        ``None`` if the GPU has made all.
+        """
+        with self._lock:
+            self._drop()
+            return (self._ahead[0][0], time.monotonic() - self._ahead[0][1]) if self._ahead else None
+
+    def clear(self) -> None:
+        """Forget all exchanges."""
+        with self._lock:
+            self._ahead.clear()
+
+    def _drop(self) -> None:
+        """Drop the exchanges that are over; the next one has been the oldest from then on."""
+        dropped = False
+        while self._ahead and _is_past(self._ahead[0][2]):
+            self._ahead.popleft()
+            dropped = True
+        if dropped and self._ahead:
+            place, _, over = self._ahead.popleft()
+            self._ahead.appendleft((place, time.monotonic(), over))
+
+
+def _is_past(event: Event) -> bool:
+    try:
+        return event.query()
+    except RuntimeError:  # the GPU failed, which the thread that uses it finds out
+        return True
