@@ -38,11 +38,11 @@ check: $(READY)  ## lint, formatting and types
 cluster-check: $(READY)  ## as root: rows over emulated links, of the links' rate (experiments/cluster_check.py)
 	$(BIN)/python -m experiments.cluster_check
 
-gpu-check: $(READY)  ## on a GPU: the CUDA tests, and kernels beside torch's and PyG's (experiments/gpu_check.py)
-	$(BIN)/python -m experiments.gpu_check --out $(RESULTS)
+gpu-check: $(READY)  ## on a GPU: the CUDA tests, and kernels beside torch's and PyG's (experiments/gpu)
+	$(BIN)/python -m experiments.gpu.check
 
-gpu-check-multi: $(READY)  ## on two GPUs or more: the tests between them
-	$(BIN)/python -m experiments.gpu_check --gpus 2
+gpu-check-multi: $(READY)  ## on two GPUs or more: tests over nccl, ranks that fail, epochs by number of GPUs
+	$(BIN)/python -m experiments.gpu.check --gpus 2
 
 experiments: $(READY)  ## a short version of every experiment, and its report (RESULTS=results)
 	$(BIN)/python -m experiments.run --short --out $(RESULTS); status=$$?; \

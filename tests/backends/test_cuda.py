@@ -222,22 +222,3 @@ def test_deterministic_runs_are_bit_for_bit_alike(name: str, on_gpu: Shard, monk
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(map(torch.equal, one, other))
-
-
-def _check_nccl(rank: int, world_size: int, store: str) -> dict[str, float]:
-    torch.cuda.set_device(rank)
-    communicator = Communicator(dist.new_group(backend="nccl"))
-    shard = Shard.load(store, rank).to(f"cuda:{rank}")
-    return {
-        f"{name}, {backend.name}": _compare(name, shard, communicator, backend())
-        for name in SOME
-        for backend in (CommBackend, CacheBackend, HybridBackend, TensorBackend)
-    }
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="nccl between ranks needs two GPUs")
-def test_two_gpus(tmp_path: Path) -> None:
-    data, part = random_graph("directed")
-    write_store(data, part[2], tmp_path / "store", num_parts=2, method="test", arguments={})
-    for found in run_ranks(_check_nccl, 2, str(tmp_path / "store")):
-        assert max(found.values()) < 1e-10, found

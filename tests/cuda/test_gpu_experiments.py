@@ -8,26 +8,32 @@ import sys
 import pytest
 import torch
 
-from experiments import gpu_check
+from experiments.gpu import kernels, scaling
 from tests.cuda.emulation import emulated_gpu
 from tests.cuda.process import EmulatedProcess
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_is_refused_in_one_line() -> None:
-    done = subprocess.run([sys.executable, "-m", "experiments.gpu_check"], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-m", "experiments.gpu.check"], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.strip().startswith("gpu-check needs 1 GPU(s) of CUDA")
     assert len(done.stderr.splitlines()) == 1
 
 
+def test_steps_by_number_of_ranks_are_measured_without_gpus() -> None:
+    rows = scaling.measure(nodes=200, edges=2000, features=8, rounds=2, kind="cpu", most=2)
+    assert [(row["backend"], row["ranks"]) for row in rows] == [(one, n) for one in ("comm", "tensor") for n in (1, 2)]
+    assert all(row["step_s"] > 0 for row in rows)
+
+
 def _measured() -> list[tuple[str, str, str]]:
     with emulated_gpu():
-        rows = gpu_check.measure(nodes=200, edges=2000, widths=[16], rounds=1)
+        rows = kernels.measure(nodes=200, edges=2000, widths=[16], rounds=1)
     return [(row["kernel"], row["by"], row["dtype"]) for row in rows]
 
 
 def test_the_table_is_measured(gpu: EmulatedProcess) -> None:
     rows = gpu.run(_measured)
     assert ("sum", "torch", "float32") in rows
-    assert len(rows) == 13
+    assert len(rows) == 2 * (12 + 11)  # graphs, and contenders of each type

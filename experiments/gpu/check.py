@@ -1,0 +1,76 @@
+"""Checks a machine's GPUs: tests, then tables.
+
+    python -m experiments.gpu.check             # make gpu-check: on one GPU, about eight minutes
+    python -m experiments.gpu.check --gpus 2    # make gpu-check-multi: between GPUs, over nccl
+
+On one GPU: the CUDA tests (kernels of all types and graphs, every layer and backend, ranks that share the GPU over
+gloo, runs from fit to export in all precisions, waits, memory, repeated runs), then the table of kernels. On several:
+layers over nccl, ranks that fail, and the table of steps by number of GPUs. The exit code is 1 if a test fails, and 2
+without as many GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from experiments.catgnn.graphs import show, write
+from experiments.gpu import kernels, scaling
+
+_RESULTS = Path(__file__).parent / "results"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    cli = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    cli.add_argument("--gpus", type=int, default=1, help="GPUs that are needed; 2 check several together")
+    cli.add_argument("--tables-only", action="store_true", help="run no tests")
+    cli.add_argument("--nodes", type=int, default=200_000, help="of the graph that is measured")
+    cli.add_argument("--edges", type=int, default=10_000_000)
+    cli.add_argument("--features", type=int, nargs="+", default=[32, 128])
+    cli.add_argument("--rounds", type=int, default=7, help="runs of which the median counts")
+    cli.add_argument("--out", type=Path, default=_RESULTS, help="folder of the tables")
+    return cli
+
+
+def main() -> int:
+    """Run what the command line asks for."""
+    options = parser().parse_args()
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found < options.gpus:
+        sees = f"torch {torch.__version__} sees {found}"
+        print(f"gpu-check needs {options.gpus} GPU(s) of CUDA, and {sees}", file=sys.stderr)
+        return 2
+    several, failed = options.gpus > 1, False
+    if not options.tables_only:
+        chosen = "multi_gpu" if several else "cuda and not multi_gpu"
+        command = [sys.executable, "-m", "pytest", "-m", chosen, "-q", "tests"]
+        failed = bool(subprocess.run(command, check=False).returncode)
+    if several:
+        rows = scaling.measure(options.nodes, options.edges, options.features[-1], options.rounds)
+        shown, name = ["backend", "ranks", "step_s", "speedup", "peak_gib"], "scaling.csv"
+    else:
+        rows = kernels.measure(options.nodes, options.edges, options.features, options.rounds)
+        shown = ["graph", "kernel", "by", "dtype", "features", "median_s", "gb_s", "share_of_copy", "extra_gib"]
+        name = "kernels.csv"
+    about = {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda), "driver": _driver()}
+    show([{name: row[name] for name in shown} for row in rows], ", ".join(about.values()))
+    write([{**row, **about} for row in rows], options.out / name, threads=1)
+    return int(failed)
+
+
+def _driver() -> str:
+    """Return the version of the GPU's driver; empty where nvidia-smi is not found."""
+    try:
+        asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"]
+        return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
