@@ -408,7 +408,10 @@ def _entered(forward: Callable[..., Any]) -> Callable[..., Any]:
             _tell_uncompared(backend, self)
         try:
             args, kwargs = agree_on_layer(self, backend, forward, args, kwargs)
-            with relations_in_turn() if isinstance(self, RGCNConv) else contextlib.nullcontext():
+            with contextlib.ExitStack() as stack:
+                if isinstance(self, RGCNConv):
+                    stack.enter_context(relations_in_turn())
+                    stack.enter_context(backend.kept.relations.noting())
                 return backend.run_layer(self, forward, args, kwargs)
         except TypeError:
             _check_arguments(self, *args, **kwargs)

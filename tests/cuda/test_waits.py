@@ -16,7 +16,6 @@ from tests.cuda.process import EmulatedProcess
 
 # what the host must know in each step
 KNOWN: dict[str, tuple[str, ...]] = {
-    "RGCNConv": ("pygdist/nn/relations.py",),  # which of its kept relations a mask is
     "SAGEConv-lstm": ("pygdist/nn/aggregation.py",),  # how long its rows are padded, as PyG asks too
     "SAGEConv-patches": ("pygdist/nn/aggregation.py",),
     "ChebConv": ("pygdist/nn/laplacian.py",),  # the largest entry of all ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch_geometric.nn.conv.rgcn_conv import masked_edge_index
 
@@ -24,6 +25,33 @@ def test_relations_are_those_of_pyg_and_are_kept() -> None:
         for again in (adjacency, adjacency.with_value(None)):
             relations.begin_layer()
             assert relations.pick(again, chosen.clone()) is found
+
+
+def test_masks_by_the_same_types_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    adjacency, relations, kinds, read = Adjacency(EDGES, num_src=5, num_dst=5), KeptRelations(), KINDS.clone(), []
+    by_values = KeptRelations._by_values
+    monkeypatch.setattr(KeptRelations, "_by_values", lambda *args: (read.append(1), by_values(*args))[1])
+
+    def picked(types: torch.Tensor) -> list[Adjacency]:
+        relations.begin_layer()
+        with relations.noting():
+            return [relations.pick(adjacency, types == kind) for kind in range(5)]  # nobody has the last two
+
+    first = picked(kinds)
+    assert len({id(one) for one in first}) == 5
+    assert all(one is other for one, other in zip(picked(kinds), first, strict=True))
+    assert len(read) == 5
+    assert all(one is other for one, other in zip(picked(kinds.clone()), first, strict=True))  # by their values
+    assert len(read) == 10
+    kinds[0] = 4  # in place
+    for kind, one in enumerate(picked(kinds)):
+        assert torch.equal(one.as_tensor(), masked_edge_index(EDGES, kinds == kind))
+    with torch.inference_mode(), relations.noting():
+        assert torch.equal(relations.pick(adjacency, kinds == 1).as_tensor(), masked_edge_index(EDGES, kinds == 1))
+    with relations.noting():
+        mask = kinds == 1
+        mask[0] = True
+        assert torch.equal(relations.pick(adjacency, mask).as_tensor(), masked_edge_index(EDGES, mask))
 
 
 def test_relations_without_edges_are_told_apart_by_their_order() -> None:
