@@ -37,6 +37,7 @@ class Slot(Generic[T]):
 _DESTINATIONS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # by tensor: the edges of which it is the row edge_index[1]
 _TRANSPOSED = Slot[CSR]("edges by source")
 _TRANSPOSED_WEIGHT = Slot[Memo[Tensor]]("weights by source")
+_WORTH_COMPARING = 1 << 20  # edges
 
 
 class Adjacency(EdgeIndex):
@@ -189,6 +190,8 @@ class Adjacency(EdgeIndex):
 
     def _transpose(self) -> CSR:
         csr, back = self._csr, transpose(self._csr)
+        if csr.num_entries < _WORTH_COMPARING and csr.index.is_cuda:
+            return back  # the host would wait for the comparison
         if torch.equal(csr.indptr, back.indptr) and torch.equal(csr.index, back.index):
             return CSR(csr.indptr, csr.index, csr.num_rows, back.perm)  # an undirected graph needs no second copy
         return back

@@ -33,8 +33,9 @@ def insert_self_loops(csr: CSR, num_nodes: int) -> tuple[CSR, Tensor]:
     nodes = torch.arange(csr.num_rows + 1, device=device).clamp_(max=num_nodes)
     indptr = csr.indptr + nodes
     is_loop = torch.zeros(csr.num_entries + num_nodes, dtype=torch.bool, device=device)
-    lower = torch.bincount(csr.row_index()[csr.index < csr.row_index()], minlength=csr.num_rows)
-    is_loop[(indptr[:-1] + lower)[:num_nodes]] = True
+    row = csr.row_index()
+    lower = indptr.new_zeros(csr.num_rows).index_add_(0, row, (csr.index < row).long())
+    is_loop.index_fill_(0, (indptr[:-1] + lower)[:num_nodes], True)
     index = csr.index.new_empty(is_loop.numel())
     index.masked_scatter_(~is_loop, csr.index)
     index.masked_scatter_(is_loop, torch.arange(num_nodes, dtype=index.dtype, device=device))

@@ -51,7 +51,9 @@ def worst_by_layer(
         }
 
 
-def waits_by_layer(backend: str, arguments: dict[str, Any], names: Sequence[str] = ()) -> dict[str, list[str]]:
+def waits_by_layer(
+    backend: str, arguments: dict[str, Any], names: Sequence[str] = (), savings: dict[str, Any] | None = None
+) -> dict[str, list[str]]:
     """Return the waits of the host in the third step of a model, by layer; arguments as above."""
     with tempfile.TemporaryDirectory() as folder:
         shard, found = _shard(folder, backend), dict[str, list[str]]()
@@ -60,7 +62,7 @@ def waits_by_layer(backend: str, arguments: dict[str, Any], names: Sequence[str]
             with emulated_gpu() as waits:
                 there = shard.to("cuda")
                 runs.bind(there, communicator)
-                model = distribute(model.cuda(), backend=runs, check=False)
+                model = distribute(model.cuda(), backend=runs, savings=Savings(**(savings or {})), check=False)
                 optimizer = torch.optim.Adam(model.parameters())
                 inputs, rows = edge_inputs(model, there), labelled_rows(there.y, there.train_mask)
                 for _ in range(3):

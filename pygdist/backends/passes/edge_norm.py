@@ -138,8 +138,9 @@ def in_degree_facts(csr: CSR, edge_weight: Tensor | None) -> Tensor:
 
     columns = [csr.indptr.diff().double(), summed(loop)]
     if edge_weight is not None:
-        last = torch.zeros_like(columns[0])
-        last[row[loop]] = edge_weight[loop].double()
+        entry = torch.arange(row.numel(), device=row.device).masked_fill(~loop, -1)
+        entry = row.new_full((csr.num_rows,), -1).scatter_reduce(0, row, entry, "amax")
+        last = torch.cat([edge_weight.double(), columns[0].new_zeros(1)])[entry]  # of several loops
         columns += [summed(edge_weight), summed(edge_weight * loop), last]
     return torch.stack(columns, dim=1)
 

@@ -29,6 +29,7 @@ from pygdist.comm.derivatives import once_differentiable
 from pygdist.comm.recorder import recorded
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency
+from pygdist.memory.ring import uploaded
 
 _EDGE_BYTES = 24  # of an edge in a chunk beside its rows of inputs: by source too, and its number
 _LIST_BYTES = 32  # of an edge that a layer's own messages read: both ends, once more where they are looked up
@@ -179,7 +180,7 @@ class _ChunkedHop(torch.autograd.Function):
                 run.check(out, parts)
                 # nothing needs a gradient in a chunk without edges, say
                 grads = (
-                    torch.autograd.grad(out, [*parts, *run.leaves], of_result.to(out.device), allow_unused=True)
+                    torch.autograd.grad(out, [*parts, *run.leaves], uploaded(of_result, out.device), allow_unused=True)
                     if out.requires_grad
                     else (None,) * (len(parts) + len(run.leaves))
                 )

@@ -22,6 +22,7 @@ from pygdist.backends.slicing.all_nodes import SliceLayout
 from pygdist.backends.slicing.chunk_plan import Piece, Positions, Queue, length_of
 from pygdist.comm import Transfer, describe_rows
 from pygdist.comm.recorder import recorded
+from pygdist.memory.ring import uploaded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,7 @@ class Shipment:
         """Return the positions of rows among the owned ones."""
         if isinstance(positions, slice):
             return slice(positions.start - self.start, positions.stop - self.start)
-        return positions.to(self.owned.device).long() - self.start
+        return uploaded(positions, self.owned.device).long() - self.start
 
     def in_place(self, positions: Positions) -> Tensor | None:
         """Return a view of :attr:`rows` into which rows can be received; ``None`` if they need a buffer."""
@@ -232,10 +233,10 @@ class GatherPipeline:
         def rows_for(rank: int) -> Tensor:
             positions = piece[rank]
             if isinstance(positions, slice):
-                return rows[positions].to(device)
+                return uploaded(rows[positions], device)
             with recorded(self._communicator.recorder, "pack", shipment.label):
                 packed = self.buffer(rank, positions.numel(), rows)
-                return torch.index_select(rows, 0, positions, out=packed).to(device)
+                return uploaded(torch.index_select(rows, 0, positions, out=packed), device)
 
         self.send(piece, rows_for, number)
 
@@ -262,4 +263,4 @@ def _write(memory: Tensor, positions: Positions, rows: Tensor) -> None:
     if isinstance(positions, slice):
         memory[positions] = rows
     else:
-        memory.index_copy_(0, positions.to(memory.device).long(), rows.to(memory.device))
+        memory.index_copy_(0, uploaded(positions, memory.device).long(), uploaded(rows, memory.device))

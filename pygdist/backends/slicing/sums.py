@@ -72,7 +72,7 @@ def aggregate_slices(
     """
     communicator, own_rows = layout.communicator, slice(*plan.starts[layout.rank : layout.rank + 2])
     if rounds.before is not None:
-        x = x * rounds.before[own_rows].to(x.device)
+        x = x * uploaded(rounds.before[own_rows], x.device)
     columns, out = layout.columns(x.size(1)), torch.empty_like(x)
     held = x[:, columns[layout.rank]]
     rows = _memory(plan, held)
