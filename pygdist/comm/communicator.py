@@ -28,8 +28,9 @@ from pygdist.comm.recorder import recorded
 from pygdist.comm.staging import HostCopy, landing
 from pygdist.comm.transfer import Transfer, as_bytes
 from pygdist.comm.transport import Transport
-from pygdist.errors import InputError, UnequalRanksError
+from pygdist.errors import InputError, LostRankError, UnequalRanksError
 from pygdist.memory.gpus import number_of
+from pygdist.memory.ring import upload
 
 _TEXT_BYTES = 1024
 _ROW = 8  # numbers, of one size on all ranks, so that different calls meet and are compared
@@ -46,6 +47,8 @@ class Communicator(Transport):
         watchdog: Is told where this rank is; names late and lost ranks. By default the one of this process, if
             ``group`` has all ranks.
         local_rank: Number of this rank among those of its host, by which it takes a GPU; its rank by default.
+        device: Device of the rows, by which a group such as ``cpu:gloo,cuda:nccl`` is asked for its backend; by default
+            a GPU if this process has used one.
 
     Attributes:
         rank: This rank.
@@ -176,6 +179,17 @@ class Communicator(Transport):
         gpus = self.gather([number_of(device) if device.type == "cuda" else -1.0 - self.rank])[:, 0]
         self._on_gpu = int((gpus == gpus[self.rank]).sum())
 
+    def settle(self) -> None:
+        """Wait until the GPU has made all exchanges of this rank.
+
+        Raises:
+            LostRankError: If the watchdog has aborted them: what they left on the GPU is of no use.
+        """
+        if self.is_nccl:
+            torch.cuda.synchronize(self.device)
+            if self._watchdog is not None and self._watchdog.verdict is not None:
+                raise LostRankError(self._watchdog.verdict)
+
     def note(self, text: str) -> None:
         """Add a text to the checksum of calls, which the next :meth:`gather` compares."""
         self._digest = zlib.crc32(text.encode(), self._digest)
@@ -278,7 +292,7 @@ class Communicator(Transport):
                     travels = HostCopy(tensor).get() if op is dist.send else landing(tensor)
                 op(as_bytes(travels), group=self.group, **{end: rank})
                 if travels is not tensor and op is dist.recv:
-                    tensor.copy_(travels, non_blocking=True)
+                    upload(travels, tensor)
         self.done()
 
     @contextlib.contextmanager
@@ -288,7 +302,7 @@ class Communicator(Transport):
         if self.world_size > 1:
             other = Communicator(
                 self.group, timeout_s=self.timeout.total_seconds(), check_order=self.check_order,
-                watchdog=self._watchdog, local_rank=self.local_rank,
+                watchdog=self._watchdog, local_rank=self.local_rank, device=self._rows_on,
             )  # fmt: skip
             other.epoch = self.epoch
         try:
@@ -319,7 +333,9 @@ class Communicator(Transport):
         if not self.is_nccl:
             return self
         if self._host is None or self._host.is_closed:
-            group = dist.new_group(dist.get_process_group_ranks(self.group), self.timeout, "gloo")
+            ranks = dist.get_process_group_ranks(self.group)
+            some = len(ranks) < dist.get_world_size()
+            group = dist.new_group(ranks, self.timeout, "gloo", use_local_synchronization=some)
             self._host = self._beside(group)
         host: Communicator = self._host
         return host
@@ -350,8 +366,9 @@ class Communicator(Transport):
     def _beside(self, group: dist.ProcessGroup | None, *, quiet: bool = False, first: int = 0) -> Communicator:
         """Return a communicator over a group of these ranks, of which ``first`` is its rank 0."""
         other = Communicator(
-            group, timeout_s=self.timeout.total_seconds(), watchdog=self._watchdog, local_rank=self.local_rank
-        )
+            group, timeout_s=self.timeout.total_seconds(), watchdog=self._watchdog, local_rank=self.local_rank,
+            device=self._rows_on,
+        )  # fmt: skip
         other.meter, other._parent, other._is_quiet, other._first_rank = self.meter, self, quiet, first
         other.recorder, other._on_gpu = None if quiet else self.recorder, self._on_gpu
         self._apart = [*(one for one in self._apart if not one.is_closed), other]

@@ -41,19 +41,42 @@ def await_break(timeout_s: float) -> None:
         _breaking.release()
 
 
+def abort_nccl() -> None:
+    """Abort every call of nccl in this process, so that no group waits for another one to end."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return
+    with_nccl = [group for group in _groups() if _backends_of(group) - {"gloo"}]
+    with contextlib.suppress(RuntimeError, ValueError), contextlib.ExitStack() as stack:
+        if with_nccl and dist.is_nccl_available():
+            # aborted one after the other, they may wait for each other (pytorch #119797)
+            nccl: Any = with_nccl[0]._get_backend(torch.device("cuda"))
+            nccl._group_start()
+            stack.callback(nccl._group_end)
+        for group in with_nccl:
+            group.abort()
+
+
 def _break() -> bool:
     """Break the groups, and hold none any more."""
     if not (dist.is_available() and dist.is_initialized()):
         return False
-    groups = [group for group in list(dist.distributed_c10d._world.pg_map) if isinstance(group, dist.ProcessGroup)]
-    for group in groups:
+    for group in (groups := _groups()):
         # errors are those of a call that fails as it should, or of a group that is gone
         with contextlib.suppress(RuntimeError, ValueError):
-            backends = {one.rpartition(":")[2] for one in dist.get_backend_config(group).split(",")}
-            if "gloo" in backends:
-                with contextlib.suppress(RuntimeError, ValueError):
-                    gloo: Any = group._get_backend(torch.device("cpu"))
-                    gloo.recv([torch.zeros(1)], (group.rank() + 1) % group.size(), _TAG).wait(_AT_ONCE)
-            if backends != {"gloo"}:  # such as nccl, alone or beside it
-                group.abort()
+            if "gloo" in _backends_of(group):
+                gloo: Any = group._get_backend(torch.device("cpu"))
+                gloo.recv([torch.zeros(1)], (group.rank() + 1) % group.size(), _TAG).wait(_AT_ONCE)
+    abort_nccl()
     return bool(groups)
+
+
+def _groups() -> list[dist.ProcessGroup]:
+    return [group for group in list(dist.distributed_c10d._world.pg_map) if isinstance(group, dist.ProcessGroup)]
+
+
+def _backends_of(group: dist.ProcessGroup) -> set[str]:
+    """Return the backends of a group, such as gloo and nccl; none if it is gone."""
+    try:
+        return {one.rpartition(":")[2] for one in dist.get_backend_config(group).split(",")}
+    except (RuntimeError, ValueError):
+        return set()

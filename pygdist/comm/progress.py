@@ -7,6 +7,8 @@ import time
 from collections import deque
 from typing import Protocol
 
+import torch
+
 from pygdist.comm.places import Place
 
 
@@ -15,6 +17,23 @@ class Event(Protocol):
 
     def query(self) -> bool:
         """Tell if the GPU is past the event; the host does not wait."""
+
+
+class GpuEvent:
+    """An event of a GPU behind all that the current stream does, which any thread may ask.
+
+    Args:
+        device: The GPU. A thread that asks without it would begin to use the first one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._event = device, torch.cuda.Event()
+        self._event.record(torch.cuda.current_stream(device))
+
+    def query(self) -> bool:
+        """See :class:`Event`."""
+        with torch.cuda.device(self._device):
+            return bool(self._event.query())
 
 
 class DeviceProgress:

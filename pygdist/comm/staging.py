@@ -1,12 +1,11 @@
-"""Rows on a GPU travel through memory of the host where a process group cannot send from the GPU, as gloo cannot.
-
-The memory is pinned: torch keeps it for later copies, and frees none that a copy still reads.
-"""
+"""Rows on a GPU travel through memory of the host where a process group cannot send from the GPU, as gloo cannot."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from pygdist.memory.ring import download, settle
 
 
 class HostCopy:
@@ -17,16 +16,15 @@ class HostCopy:
     """
 
     def __init__(self, rows: Tensor) -> None:
-        self._host = landing(rows).copy_(rows, non_blocking=True)
-        self._copied = torch.cuda.Event()
-        self._copied.record(torch.cuda.current_stream(rows.device))
+        self._device, self._host = rows.device, landing(rows)
+        download(rows, self._host)
 
     def get(self) -> Tensor:
         """Wait for the copy, on any thread, and return it."""
-        self._copied.synchronize()
+        settle(self._device, self._host)
         return self._host
 
 
 def landing(rows: Tensor) -> Tensor:
-    """Return memory of the host, with arbitrary values, for a copy of ``rows``."""
-    return torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+    """Return uninitialised memory of the host of the shape and type of ``rows``."""
+    return torch.empty(rows.shape, dtype=rows.dtype)

@@ -20,6 +20,7 @@ from torch import Tensor
 from pygdist.comm.recorder import Span, recorded
 from pygdist.comm.staging import HostCopy, landing
 from pygdist.comm.transport import Transport
+from pygdist.memory.ring import upload
 
 _AHEAD = 2  # messages on their way at once: ranks are not quite at the same pace, and no link should wait for them
 
@@ -146,7 +147,7 @@ class Transfer:
         self._raise()
         arrived = self._arriving.pop(message, None)
         if arrived is not None and self._is_staged:
-            self._incoming[message].copy_(arrived, non_blocking=True)
+            upload(arrived, self._incoming[message])
         return self._incoming[message]
 
     def finish(self) -> None:

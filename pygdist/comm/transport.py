@@ -20,9 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pygdist.comm.buffers import Buffers
+from pygdist.comm.groups import abort_nccl
 from pygdist.comm.meter import TrafficMeter
 from pygdist.comm.places import failure
 from pygdist.comm.process import watch
+from pygdist.comm.progress import GpuEvent
 from pygdist.comm.recorder import Recorder
 from pygdist.comm.watchdog import Watchdog
 from pygdist.errors import InputError, UnequalRanksError
@@ -46,6 +48,7 @@ class Transport:
         check_order: bool = False,
         watchdog: Watchdog | None = None,
         local_rank: int | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self._group = group
         self.rank = 0 if group is None else dist.get_rank(group)
@@ -70,7 +73,9 @@ class Transport:
         self._at = ""
         self._apart: list[Transport] = []  # of the same ranks, closed with this one
         self._users: list[weakref.WeakMethod[Callable[[], None]]] = []
-        self.is_nccl = group is not None and _backend_of_gpus(group) == "nccl"
+        self._rows_on = device
+        on_gpu = torch.cuda.is_initialized() if device is None else device.type == "cuda"
+        self.is_nccl = group is not None and _backend_of(group, on_gpu=on_gpu) == "nccl"
         # with its number: another thread has another current GPU
         self._gpu = torch.device("cuda", torch.cuda.current_device()) if self.is_nccl else None
         if group is not None and self.is_nccl:
@@ -116,8 +121,8 @@ class Transport:
     def sharers(self, device: torch.device) -> int:
         """Return how many ranks share the memory of a device, this one too.
 
-        On the host these are all ranks, as how many run on this host is not known; on a GPU those that :meth:`meet`
-        found there, or else as many as there must be on one if each GPU of this host has as few as possible.
+        Host memory: all ranks, as it is not known which share this host. A GPU: as many as :meth:`meet` counted; before
+        it, the number of ranks divided by that of this host's GPUs, rounded up.
         """
         if device.type != "cuda":
             return self.world_size
@@ -132,8 +137,8 @@ class Transport:
         """Destroy the process group, which was made for this communicator; every later exchange is refused.
 
         Args:
-            failed: Other ranks may be in a call that never ends. With nccl, calls of this group are aborted first: it
-                would wait for them.
+            failed: Other ranks may be in a call that never ends. With nccl, all calls are aborted first: destroying a
+                group would wait for them.
         """
         users, self._users = self._users, []
         for user in users:
@@ -146,8 +151,7 @@ class Transport:
         group, self._group = self._group, None
         if group is not None and dist.is_initialized():
             if failed and self.is_nccl:
-                with contextlib.suppress(RuntimeError):  # of a call that fails as it should
-                    group.abort()
+                abort_nccl()
             dist.destroy_process_group(group)
 
     def before_close(self, end: Callable[[], None]) -> None:
@@ -195,13 +199,12 @@ class Transport:
         if self._watchdog is not None and not self._is_quiet:
             self._watchdog.leave(self._end_on_gpu())
 
-    def _end_on_gpu(self) -> torch.cuda.Event | None:
+    def _end_on_gpu(self) -> GpuEvent | None:
         """Return an event behind what the current stream waits for: nccl's exchanges, for which the host does not."""
         if not self.is_nccl:
             return None
-        over = torch.cuda.Event()
-        over.record(torch.cuda.current_stream(self._gpu))
-        return over
+        assert self._gpu is not None
+        return None if torch.cuda.is_current_stream_capturing() else GpuEvent(self._gpu)
 
     def waiting(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
         """Count the time inside the block as waiting, unless a thread waits."""
@@ -288,10 +291,10 @@ class Courier:
             self._jobs.put(None)
 
 
-def _backend_of_gpus(group: dist.ProcessGroup) -> str:
-    """Return the name of the backend that takes tensors of GPUs, of those in a group such as cpu:gloo,cuda:nccl."""
+def _backend_of(group: dist.ProcessGroup, *, on_gpu: bool) -> str:
+    """Return the name of the backend that takes rows, of those in a group such as cpu:gloo,cuda:nccl."""
     by_device = dict(one.partition(":")[::2] for one in dist.get_backend_config(group).split(","))
-    return by_device.get("cuda", "")
+    return by_device.get("cpu", by_device.get("cuda", "")) if not on_gpu else by_device.get("cuda", "")
 
 
 def _serve(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:

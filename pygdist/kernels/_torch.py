@@ -50,10 +50,8 @@ def keeps_places(num_rows: int, num_entries: int, x: Tensor) -> bool:
 
 def extremum(csr: CSR, x: Tensor, weight: Tensor | None, op: str, reduce: str, places: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the maximum or minimum of the messages of each row, and the places if there is room for them."""
-    row, out = (
-        _row_index(csr).long(),
-        x.new_full((csr.num_rows, x.shape[1]), -math.inf if reduce == "max" else math.inf),
-    )
+    row = _row_index(csr).long()
+    out = x.new_full((csr.num_rows, x.shape[1]), -math.inf if reduce == "max" else math.inf)
     for block, messages in _messages(csr, csr.index, x, weight, op):
         out.scatter_reduce_(0, row[block].unsqueeze(-1).expand_as(messages), messages, f"a{reduce}")
     return out.where((csr.indptr.diff() > 0).unsqueeze(-1), 0), places
@@ -305,7 +303,7 @@ def _matrix(csr: CSR, values: Tensor) -> Tensor:
     shape = csr.num_rows, csr.num_cols
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
-        index = csr.index.to(dtype).contiguous()
+        index = csr.index.to(dtype).contiguous().detach()  # not the tensor itself, by which the result is kept
         return torch.sparse_csr_tensor(offsets, index, values.contiguous(), shape, check_invariants=False)
 
 

@@ -103,7 +103,7 @@ def sddmm(csr: CSR, x: Tensor, y: Tensor, heads: int) -> Tensor:
 def edge_softmax(csr: CSR, source: Tensor | None, target: Tensor | None, edge: Tensor | None, slope: float) -> Tensor:
     like = next(part for part in (edge, source, target) if part is not None)
     alpha = like.new_empty(csr.num_entries, like.shape[1])
-    _launch("edge_softmax", _Tile.of_scalars(csr, like), csr, source, target, edge, alpha, slope)
+    _launch("edge_softmax", _Tile.of_scalars(csr, like), csr, source, target, edge, alpha, slope=slope)
     return alpha
 
 
@@ -112,7 +112,7 @@ def edge_softmax_grad(
 ) -> tuple[Tensor, Tensor]:
     gradients = torch.empty_like(out), out.new_empty(csr.num_rows, out.shape[1])
     tile = _Tile.of_scalars(csr, out)
-    _launch("edge_softmax_grad", tile, csr, source, target, edge, out, grad, *gradients, slope)
+    _launch("edge_softmax_grad", tile, csr, source, target, edge, out, grad, *gradients, slope=slope)
     return gradients
 
 
@@ -124,7 +124,7 @@ def sum_edges(csr: CSR, values: Tensor) -> Tensor:
 
 def gatv2_scores(csr: CSR, source: Tensor, target: Tensor, attention: Tensor, slope: float, heads: int) -> Tensor:
     scores = source.new_empty(csr.num_entries, heads)
-    _launch("gatv2_scores", _Tile.of_heads(csr, source, heads), csr, source, target, attention, scores, slope)
+    _launch("gatv2_scores", _Tile.of_heads(csr, source, heads), csr, source, target, attention, scores, slope=slope)
     return scores
 
 
@@ -133,8 +133,8 @@ def gatv2_grad(
 ) -> tuple[Tensor, Tensor]:
     grad_target = torch.empty_like(target, memory_format=torch.contiguous_format)
     grad_attention = target.new_empty(target.shape if both else (0, 0))
-    parts = (source, target, attention, grad_scores, grad_target, grad_attention if both else None, slope)
-    _launch("gatv2_grad", _Tile.of_heads(csr, source, grad_scores.shape[1]), csr, *parts)
+    parts = (source, target, attention, grad_scores, grad_target, grad_attention if both else None)
+    _launch("gatv2_grad", _Tile.of_heads(csr, source, grad_scores.shape[1]), csr, *parts, slope=slope)
     return grad_target, grad_attention
 
 
@@ -148,7 +148,7 @@ def gat(
         x.new_empty((rows, heads, 3) if graded else (0, 0, 0)),
     )
     rest = (above, facts) if graded else (None, None)
-    _launch("gat", _Tile.of_heads(csr, x, heads), csr, x, source, target, out, *rest, slope)
+    _launch("gat", _Tile.of_heads(csr, x, heads), csr, x, source, target, out, *rest, slope=slope)
     return merged(onto, (out, above, facts)) if onto else (out, above, facts)
 
 
@@ -157,7 +157,7 @@ def gat_grad(
 ) -> tuple[Tensor, Tensor]:
     gradients = x.new_empty(x.shape), source.new_empty(source.shape)
     tile = _Tile.of_heads(transposed, x, source.shape[1])
-    _launch("gat_grad", tile, transposed, x, source, ends, grad, *gradients, slope, ends.shape[1])
+    _launch("gat_grad", tile, transposed, x, source, ends, grad, *gradients, sizes=(ends.shape[1],), slope=slope)
     return gradients
 
 
@@ -206,13 +206,19 @@ def _power_of_2(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
-def _launch(name: str, tile: _Tile, csr: CSR, *args: Any, **constants: Any) -> None:
-    """Run a kernel. A result among the arguments is contiguous already, so it is written in place."""
+def _launch(
+    name: str, tile: _Tile, csr: CSR, *args: Tensor | None, sizes: tuple[int, ...] = (), **constants: Any
+) -> None:
+    """Run a kernel. Results among the arguments, which are contiguous, are written in place.
+
+    The slope is a constant: Triton rounds other numbers to float32, also where rows are float64.
+    """
     if 0 in tile.grid:
         return
-    dense = [one.contiguous() if isinstance(one, Tensor) else one for one in args]
+    dense = [None if one is None else one.contiguous() for one in args]
     with torch.cuda.device(csr.indptr.device):
-        launch(name, tile.grid, csr.indptr, csr.index, csr.perm, *dense, *tile.sizes, **constants, **tile.constants)
+        matrix = csr.indptr, csr.index, csr.perm
+        launch(name, tile.grid, *matrix, *dense, *sizes, *tile.sizes, **constants, **tile.constants)
 
 
 def launch(name: str, grid: tuple[int, int, int], *args: Any, REAL: str, **constants: Any) -> None:

@@ -236,14 +236,17 @@ def _leaky(score, slope):
 
 @triton.jit
 def _raise_to(largest, score, inside):
-    """Return the largest scores including those of a tile, and the factor by which sums so far shrink."""
+    """Return the largest scores including those of a tile, the factor by which sums so far shrink, and exponentials."""
     new = tl.maximum(largest, tl.max(tl.where(inside[:, None], score, float("-inf")), axis=0))
-    return new, tl.exp(largest - new)
+    finite = new > float("-inf")  # else all scores so far are -inf, and nothing has been summed
+    factor = tl.where(finite, tl.exp(largest - new), 0.0)
+    part = tl.where(inside[:, None] & finite[None, :], tl.exp(score - new[None, :]), 0.0)
+    return new, factor, part
 
 
 @triton.jit
 def edge_softmax(
-    indptr, index, perm, source, target, edge, alpha, slope, H, C,
+    indptr, index, perm, source, target, edge, alpha, H, C, slope: tl.constexpr,
     EDGES: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, REAL: tl.constexpr,
 ):  # fmt: skip
     row, start, end = _row(indptr)
@@ -252,8 +255,7 @@ def edge_softmax(
     for first in range(start, end, EDGES):
         column, place, inside = _entries(first, end, index, perm, EDGES)
         score = _leaky(_score(source, target, edge, row, column, place, H, head, inside, has_head, REAL), slope)
-        largest, factor = _raise_to(largest, score, inside)
-        part = tl.where(inside[:, None], tl.exp(score - largest[None, :]), 0.0)
+        largest, factor, part = _raise_to(largest, score, inside)
         total = total * factor + tl.sum(part, axis=0)
     for first in range(start, end, EDGES):
         column, place, inside = _entries(first, end, index, perm, EDGES)
@@ -265,7 +267,7 @@ def edge_softmax(
 
 @triton.jit
 def edge_softmax_grad(
-    indptr, index, perm, source, target, edge, alpha, grad, by_entry, by_row, slope, H, C,
+    indptr, index, perm, source, target, edge, alpha, grad, by_entry, by_row, H, C, slope: tl.constexpr,
     EDGES: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, REAL: tl.constexpr,
 ):  # fmt: skip
     row, start, end = _row(indptr)
@@ -290,7 +292,7 @@ def edge_softmax_grad(
 
 @triton.jit
 def gatv2_scores(
-    indptr, index, perm, source, target, attention, scores, slope, H, C,
+    indptr, index, perm, source, target, attention, scores, H, C, slope: tl.constexpr,
     EDGES: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, REAL: tl.constexpr,
 ):  # fmt: skip
     row, start, end = _row(indptr)
@@ -307,7 +309,7 @@ def gatv2_scores(
 
 @triton.jit
 def gatv2_grad(
-    indptr, index, perm, source, target, attention, grad, grad_target, grad_attention, slope, H, C,
+    indptr, index, perm, source, target, attention, grad, grad_target, grad_attention, H, C, slope: tl.constexpr,
     EDGES: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, REAL: tl.constexpr,
 ):  # fmt: skip
     row, start, end = _row(indptr)
@@ -331,7 +333,7 @@ def gatv2_grad(
 
 @triton.jit
 def gat(
-    indptr, index, perm, x, source, target, out, above, facts, slope, H, C,
+    indptr, index, perm, x, source, target, out, above, facts, H, C, slope: tl.constexpr,
     EDGES: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, REAL: tl.constexpr,
 ):  # fmt: skip
     """Exponentials are taken of scores less the largest so far; sums shrink where a larger one comes."""
@@ -343,8 +345,7 @@ def gat(
     for first in range(start, end, EDGES):
         column, place, inside = _entries(first, end, index, perm, EDGES)
         score = _leaky(_score(source, target, None, row, column, place, H, head, inside, has_head, REAL), slope)
-        largest, factor = _raise_to(largest, score, inside)
-        part = tl.where(inside[:, None], tl.exp(score - largest[None, :]), 0.0)
+        largest, factor, part = _raise_to(largest, score, inside)
         part_above = tl.where(score > 0, part, 0.0)
         rows = _rows(x, column, H * C, value, inside, has_value, REAL)
         total = total * factor + tl.sum(part, axis=0)
@@ -365,7 +366,7 @@ def gat(
 
 @triton.jit
 def gat_grad(
-    indptr, index, perm, x, source, ends, grad, grad_x, grad_source, slope, num_targets, H, C,
+    indptr, index, perm, x, source, ends, grad, grad_x, grad_source, num_targets, H, C, slope: tl.constexpr,
     EDGES: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, REAL: tl.constexpr,
 ):  # fmt: skip
     """The matrix is the transpose. ``ends`` is ``(heads, destinations, 4)``, as ``gat_ends`` makes it."""

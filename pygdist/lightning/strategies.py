@@ -224,9 +224,9 @@ class GraphDDPStrategy(DDPStrategy):
             check_order=self._check_order,
             watchdog=self._watchdog,
             local_rank=self.local_rank,
+            device=self.root_device,
         )
-        if self.root_device.type == "cuda":
-            self._communicator.meet(self.root_device)
+        self._communicator.meet(self.root_device)
         self._stopping.begin(self._current_trainer, self._watchdog)
         if self._current_trainer is not None:
             self._communicator.agree(read_only_folder(self._current_trainer) or unusable_name(self._current_trainer))
@@ -304,6 +304,8 @@ class GraphDDPStrategy(DDPStrategy):
         error = None
         if self._communicator is not None and self._current_trainer is not None:
             write_epoch(self._current_trainer)
+        if self._communicator is not None:
+            self._communicator.settle()
         try:
             super().save_checkpoint(checkpoint, filepath, storage_options)
         except InputError as mistake:
@@ -383,6 +385,8 @@ class GraphDDPStrategy(DDPStrategy):
     def _close_for(self, error: BaseException) -> None:
         """Leave the run for an error of this rank, or of all."""
         told, watchdog = refusal_of(error) or error, self._watchdog
+        if self._communicator is not None and self._communicator.is_nccl:
+            log.error("rank %d: %s: %s", self.global_rank, type(told).__name__, told)  # ending nccl may take long
         self._close(f"{type(told).__name__}: {told}")
         if watchdog is not None and isinstance(told, InputError) and told.of_one_rank:
             break_groups()  # the others find out now, and ask the store for the reason

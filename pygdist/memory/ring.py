@@ -1,8 +1,9 @@
 """Copies between a GPU and the host through a few page-locked buffers, however much memory of the host is copied.
 
 A GPU copies by itself, while the host goes on, from and to page-locked memory alone, which the system cannot use for
-anything else. So tensors that do not fit on a GPU wait in plain memory, and pass through a ring of buffers. Copies to a
-GPU run on a stream of their own: those of the next chunk while this one is computed (NeutronTP, Sec. 4.2.2).
+anything else. So tensors that do not fit on a GPU, and rows that travel without nccl, are in plain memory, and pass
+through rings of buffers, one for each direction. Copies to a GPU run on a stream of their own: those of the next chunk
+while this one is computed (NeutronTP, Sec. 4.2.2).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-_BUFFERS, _BUFFER_BYTES = 8, 1 << 23
+_BUFFERS, _BUFFER_BYTES = 4, 1 << 23  # in each direction
 
 
 def uploaded(x: Tensor, device: torch.device) -> Tensor:
@@ -23,10 +24,15 @@ def uploaded(x: Tensor, device: torch.device) -> Tensor:
     return _ring(device).upload(x) if x.device.type == "cpu" and device.type == "cuda" else x.to(device)
 
 
-def download(x: Tensor, out: Tensor) -> None:
-    """Copy a tensor into memory of its shape and type on the host, or on its device.
+def upload(x: Tensor, out: Tensor) -> None:
+    """Copy a tensor of the host into contiguous memory of its shape and type on a GPU; the host does not wait."""
+    _ring(out.device).upload(x, out)
 
-    From a GPU, values are there after :func:`settle`, or once :func:`uploaded` returns. ``out`` is contiguous.
+
+def download(x: Tensor, out: Tensor) -> None:
+    """Copy a tensor into contiguous memory of its shape and type on the host, or on its device.
+
+    From a GPU, values are there after :func:`settle`, or once ``out``, or a part of its memory, was :func:`uploaded`.
     """
     if x.is_cuda and out.device.type == "cpu":
         _ring(x.device).download(x, out)
@@ -34,10 +40,13 @@ def download(x: Tensor, out: Tensor) -> None:
         out.copy_(x)
 
 
-def settle(device: torch.device) -> None:
-    """Wait until all that left a GPU by :func:`download` is in its place."""
+def settle(device: torch.device, out: Tensor | None = None) -> None:
+    """Wait until what left a GPU by :func:`download` is in its place: all of it, or what goes to the memory of ``out``.
+
+    Any thread may wait.
+    """
     if device.type == "cuda":
-        _ring(device).settle()
+        _ring(device).settle(out)
 
 
 class _Buffer:
@@ -60,51 +69,63 @@ class Ring:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
-        self._buffers = [_Buffer() for _ in range(_BUFFERS)]
-        self._turns: Iterator[_Buffer] = itertools.cycle(self._buffers)
-        self._lock = threading.Lock()
+        self._up, self._down = ([_Buffer() for _ in range(_BUFFERS)] for _ in range(2))
+        self._turns_up: Iterator[_Buffer] = itertools.cycle(self._up)
+        self._turns_down: Iterator[_Buffer] = itertools.cycle(self._down)
+        self._going_up, self._going_down = threading.Lock(), threading.Lock()
 
-    def upload(self, x: Tensor) -> Tensor:
-        """Return a copy of a tensor of the host, for the current stream."""
-        with self._lock:
-            self._settle()  # it may be what is on its way
+    def upload(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """Copy a tensor of the host for the current stream, into new memory by default."""
+        self.settle(x)
+        with self._going_up, torch.cuda.device(self._device):
             current = torch.cuda.current_stream(self._device)
+            if out is not None:
+                self._stream.wait_stream(current)  # which may still use its memory
             with torch.cuda.stream(self._stream):
-                out = torch.empty(x.shape, dtype=x.dtype, device=self._device)
-                for piece, place in zip(_pieces(x), _pieces(out), strict=True):
-                    buffer = next(self._turns)
+                there = torch.empty(x.shape, dtype=x.dtype, device=self._device) if out is None else out
+                for piece, place in zip(_pieces(x), _pieces(there), strict=True):
+                    buffer = next(self._turns_up)
                     buffer.settle()
                     place.copy_(buffer.memory[: piece.numel()].copy_(piece), non_blocking=True)
                     buffer.copied.record(self._stream)
             current.wait_stream(self._stream)
-        out.record_stream(current)
-        return out
+            there.record_stream(self._stream if out is not None else current)
+        return there
 
     def download(self, x: Tensor, out: Tensor) -> None:
         """Copy a tensor that the current stream makes into memory of the host."""
-        with self._lock:
+        with self._going_down, torch.cuda.device(self._device):
             current = torch.cuda.current_stream(self._device)
             for piece, place in zip(_pieces(x), _pieces(out), strict=True):
-                buffer = next(self._turns)
+                buffer = next(self._turns_down)
                 buffer.settle()
                 buffer.memory[: piece.numel()].copy_(piece, non_blocking=True)
                 buffer.copied.record(current)
                 buffer.goes_to = place
 
-    def settle(self) -> None:
+    def settle(self, out: Tensor | None) -> None:
         """See :func:`settle`."""
-        with self._lock:
-            self._settle()
+        for buffer in self._down:
+            goes_to = buffer.goes_to
+            if goes_to is not None and (out is None or _memory(goes_to) == _memory(out)):
+                with torch.cuda.device(self._device):
+                    buffer.copied.synchronize()  # without the lock: other threads begin copies meanwhile
+                with self._going_down:
+                    if buffer.goes_to is goes_to:
+                        buffer.settle()
 
-    def _settle(self) -> None:
-        for buffer in self._buffers:
-            if buffer.goes_to is not None:
-                buffer.settle()
+
+def _ring(device: torch.device) -> Ring:
+    return _numbered(torch.cuda.current_device() if device.index is None else device.index)
 
 
 @functools.cache
-def _ring(device: torch.device) -> Ring:
-    return Ring(device)
+def _numbered(number: int) -> Ring:
+    return Ring(torch.device("cuda", number))
+
+
+def _memory(x: Tensor) -> int:
+    return int(x.untyped_storage()._cdata)
 
 
 def _pieces(x: Tensor) -> tuple[Tensor, ...]:

@@ -378,11 +378,18 @@ def test_groups_of_neighbours_exchange_and_are_named_by_all_ranks(pool: RankPool
 
 
 @pytest.mark.parametrize(
-    ("config", "expected"),
-    [("cpu:gloo,cuda:gloo", False), ("cpu:gloo,cuda:nccl", True), ("cuda:nccl", True), ("cpu:gloo", False)],
+    ("config", "device", "expected"),
+    [
+        ("cpu:gloo,cuda:gloo", "cuda", False),
+        ("cpu:gloo,cuda:nccl", "cuda", True),
+        ("cpu:gloo,cuda:nccl", "cpu", False),
+        ("cpu:gloo,cuda:nccl", None, False),  # this process has used no GPU
+        ("cuda:nccl", "cuda", True),
+        ("cpu:gloo", "cpu", False),
+    ],
 )
-def test_a_group_of_two_backends_is_asked_for_that_of_gpus(
-    config: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_group_of_two_backends_is_asked_for_that_of_the_rows(
+    config: str, device: str | None, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     try:
@@ -390,6 +397,7 @@ def test_a_group_of_two_backends_is_asked_for_that_of_gpus(
         monkeypatch.setattr(dist, "all_reduce", lambda x, group: None)
         monkeypatch.setattr(torch, "zeros", lambda *_, **__: torch.ones(1))
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        assert Communicator(dist.group.WORLD).is_nccl == expected
+        rows_on = None if device is None else torch.device(device)
+        assert Communicator(dist.group.WORLD, device=rows_on).is_nccl == expected
     finally:
         dist.destroy_process_group()

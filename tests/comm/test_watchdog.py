@@ -11,9 +11,11 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from pygdist.comm import Watchdog, groups
+from pygdist.comm import Communicator, Watchdog, groups
+from pygdist.errors import LostRankError
 
 WORLD_SIZE = 4
 ALIVE = "rank 3 waits in epoch 0, exchange 1 (rows) at test_watchdog.py:"
@@ -213,6 +215,47 @@ def test_python_does_not_end_while_a_thread_breaks_groups(monkeypatch: pytest.Mo
     closing.join(timeout=30)
     assert not closing.is_alive()
     assert not groups.break_groups(unless=lambda: True)
+
+
+def test_nccl_is_aborted_in_all_groups_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[str]()
+
+    class Group:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def abort(self) -> None:
+            made.append(f"abort {self.name}")
+
+        def _get_backend(self, device: torch.device) -> Group:
+            return self
+
+        def _group_start(self) -> None:
+            made.append("start")
+
+        def _group_end(self) -> None:
+            made.append("end")
+
+    backends = {"world": {"nccl"}, "host": {"gloo"}, "rows": {"gloo", "nccl"}}
+    monkeypatch.setattr(groups, "_groups", lambda: [Group(name) for name in backends])
+    monkeypatch.setattr(groups, "_backends_of", lambda group: backends[group.name])
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    groups.abort_nccl()
+    assert made == ["start", "abort world", "abort rows", "end"]
+
+
+def test_what_is_left_of_aborted_exchanges_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    communicator, watchdog = Communicator(), Watchdog(dist.HashStore(), 0, 2, beat_s=60.0)
+    monkeypatch.setattr(communicator, "is_nccl", True)
+    monkeypatch.setattr(communicator, "_watchdog", watchdog)
+    monkeypatch.setattr(communicator, "_gpu", torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    communicator.settle()
+    watchdog.verdict = "rank 1 is lost"
+    with pytest.raises(LostRankError, match="rank 1 is lost"):
+        communicator.settle()
+    watchdog.close()
 
 
 def test_a_rank_that_never_reported_has_no_known_place() -> None:

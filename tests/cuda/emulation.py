@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 import torch_geometric
 from torch import Tensor
 from torch._library.custom_ops import OPDEFS
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -156,7 +158,8 @@ def emulated_gpu(
             stack.enter_context(mock.patch.object(of, name, function))
         for name, function in _triton_as(triton, mode).items():
             stack.enter_context(mock.patch.object(_triton, name, function))
-        stack.callback(ring._ring.cache_clear)
+        stack.callback(_copies.finish)
+        stack.callback(ring._numbered.cache_clear)
         stack.enter_context(mode)
         yield waits
 
@@ -169,8 +172,48 @@ def _memory(reserved: int, allocated: int) -> dict[str, Any]:
     }
 
 
+class _Copies:
+    """Asynchronous copies, made as late as a GPU may make them.
+
+    That is when the host waits for an event, or, of those to the GPU, when an operator runs there.
+    """
+
+    def __init__(self) -> None:
+        self._up, self._down = list[Callable[[], Any]](), list[Callable[[], Any]]()
+        self._lock = threading.RLock()
+
+    def to_gpu(self, out: Tensor, host: Tensor) -> None:
+        """Copy page-locked memory of the host later, as it is then."""
+        with self._lock:
+            self._up.append(lambda: out.copy_(host))
+
+    def to_host(self, out: Tensor, there: Tensor) -> None:
+        """Copy a tensor of the GPU, as it is now, later."""
+        with self._lock:
+            self.arrive()
+            now = there.clone()
+            out.view(-1).view(torch.uint8).fill_(255)  # NaN, of floating-point numbers
+            self._down.append(lambda: out.copy_(now))
+
+    def arrive(self) -> None:
+        """Make the copies to the GPU."""
+        with self._lock:
+            while self._up:
+                self._up.pop(0)()
+
+    def finish(self) -> None:
+        """Make all copies."""
+        with self._lock:
+            self.arrive()
+            while self._down:
+                self._down.pop(0)()
+
+
+_copies = _Copies()
+
+
 class _Event:
-    """An event of a device that computes at once."""
+    """An event of a device that computes at once, and copies late."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -181,7 +224,9 @@ class _Event:
     def query(self) -> bool:
         return True
 
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None:
+        with no_dispatch():
+            _copies.finish()
 
     def elapsed_time(self, other: _Event) -> float:
         return 1000.0  # milliseconds
@@ -208,7 +253,7 @@ def _cuda(waits: Waits, uuid: str) -> dict[str, Any]:
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": lambda device: waits.devices.append(str(device)),
-        "synchronize": lambda device=None: waits.note("synchronize"),
+        "synchronize": lambda device=None: (waits.note("synchronize"), _copies.finish()),
         "max_memory_allocated": lambda device=None: 0,
         "reset_peak_memory_stats": lambda device=None: None,
         "get_device_properties": lambda device=None: properties,
@@ -282,6 +327,7 @@ def _triton_as(how: str, mode: _Emulation) -> dict[str, Callable[..., Any]]:
     def launch_held(name: str, grid: tuple[int, int, int], *args: Any, **constants: Any) -> None:
         mode.check(name, [one for one in args if isinstance(one, Tensor)])
         assert launch is not None
+        assert not any(isinstance(one, float) for one in args), "Triton rounds it to float32"
         launch(name, grid, *map(_held, args), **constants)
 
     return {"works": lambda number: how != "no", "launch": launch_held}
@@ -338,7 +384,12 @@ class _Emulation(TorchDispatchMode):
         if device is not None:
             given["device"] = torch.device("cpu")
         pins = given.pop("pin_memory", False)
+        if here and not (operator is aten.copy_ and not isinstance(args[1], EmulatedTensor)):
+            with no_dispatch():
+                _copies.arrive()
         plain, named = tree_map(_held, (tuple(args), given))
+        if operator is aten.copy_ and self._copies_later(args, given, plain):
+            return args[0]
         out = CELLS.get(operator, func)(*plain, **named)
         if operator is aten._to_copy:
             out = out.clone() if out is plain[0] else out
@@ -356,6 +407,16 @@ class _Emulation(TorchDispatchMode):
             if not (asynchronous and (to or (host is not None and self.is_pinned(host)))):
                 self.waits.note("copy from the host" if to else "copy to the host")
         return to
+
+    def _copies_later(self, args: Sequence[Any], given: Mapping[str, Any], plain: Sequence[Any]) -> bool:
+        """Begin a copy between the GPU and page-locked memory for which the host does not wait; else return False."""
+        asynchronous = given.get("non_blocking", len(args) > 2 and bool(args[2]))
+        up = isinstance(args[0], EmulatedTensor)
+        if not asynchronous or up == isinstance(args[1], EmulatedTensor) or not self.is_pinned(args[1 if up else 0]):
+            return False
+        with no_dispatch():
+            (_copies.to_gpu if up else _copies.to_host)(plain[0], plain[1])
+        return True
 
     def check(self, operator: object, tensors: Sequence[Tensor], *, numbers: bool = False) -> None:
         """Refuse tensors of two devices; ``numbers`` of the host go with any."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
+from torch_geometric.nn import LGConv
 
-from pygdist.backends import CommBackend, Savings
+from pygdist import distribute
+from pygdist.backends import CommBackend, Savings, resolve_backend
 from pygdist.comm import Communicator, TrafficMeter
 from pygdist.hops.savings import _BLOCK_BYTES
 from pygdist.memory import gpus
@@ -79,6 +82,35 @@ def test_tensors_pass_through_few_page_locked_buffers(gpu: EmulatedProcess) -> N
     pinned, waits = gpu.run(_pinned)
     assert 0 < pinned <= 64 << 20 < LARGE
     assert waits == []
+
+
+def _of_a_backend() -> list[int | None]:
+    with emulated_gpu():
+        backend, found = CommBackend(), list[int | None]()
+        steps.bind(backend)
+        for sharers in (1, 4):
+            with mock.patch.object(Communicator, "sharers", lambda *_, sharers=sharers: sharers):
+                found += [backend.first_hop_bytes(GPU), backend.block_bytes(GPU)]
+        return found
+
+
+def test_a_backend_divides_its_memory_by_the_ranks_on_its_gpu(gpu: EmulatedProcess) -> None:
+    first_hop, blocks, shared_first_hop, shared_blocks = gpu.run(_of_a_backend)
+    assert shared_first_hop == first_hop // 4
+    assert shared_blocks <= blocks
+
+
+def _timed_without_parameters() -> bool:
+    with emulated_gpu():
+        backend = resolve_backend("hybrid")
+        steps.bind(backend)
+        model = distribute(torch.nn.Sequential(LGConv()), backend=backend, check=False)
+        out = model[0](backend.shard.x, backend.shard.adjacency)
+        return bool(out.is_cuda)
+
+
+def test_hybrid_plans_for_a_model_without_parameters(gpu: EmulatedProcess) -> None:
+    assert gpu.run(_timed_without_parameters)
 
 
 def _bound() -> list[str]:

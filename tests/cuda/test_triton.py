@@ -9,8 +9,9 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 
-from pygdist.kernels import CSR, _triton, spmm
+from pygdist.kernels import CSR, _triton, edge_softmax, spmm
 from tests.cuda import compiling, steps
 from tests.cuda.emulation import emulated_gpu
 from tests.cuda.process import EmulatedProcess
@@ -76,6 +77,19 @@ def test_extrema_of_special_values(gpu: EmulatedProcess) -> None:
     assert math.isnan(minima[0])
     assert maxima[1:] == minima[1:] == [-inf, 0, 0]
     assert of_maxima == of_minima == [0, 0, 1, pytest.approx(2 / 3)]  # scatter_reduce counts its initial zero
+
+
+def _softmax() -> list[Tensor]:
+    """The first tile of the row has scores of -inf alone; nothing is NaN."""
+    edge = torch.randn(200, 1, generator=torch.Generator().manual_seed(0))
+    edge[:70] = -math.inf
+    with emulated_gpu(triton="runs"):
+        csr = CSR(torch.tensor([0, 200]).cuda(), torch.zeros(200, dtype=torch.int32).cuda(), 1)
+        return [edge_softmax(csr, edge.cuda()).cpu(), edge.softmax(dim=0)]
+
+
+def test_a_softmax_that_begins_with_impossible_scores(gpu: EmulatedProcess) -> None:
+    torch.testing.assert_close(*gpu.run(_softmax))
 
 
 def _products() -> list[str]:

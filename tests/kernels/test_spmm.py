@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from typing import Any
 
@@ -10,11 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 import pygdist.kernels._extremum_ops as extrema
 import pygdist.kernels._operator as operator
 import pygdist.kernels._spmm_ops as ops
-from pygdist.kernels import CSR, sddmm, spmm, transpose
+from pygdist.kernels import CSR, _torch, sddmm, spmm, transpose
 from pygdist.native import Isa, library, load, set_isa
 from tests.kernels.oracle import (
     assert_matches_oracle,
@@ -394,3 +396,14 @@ def test_cuda_matches_cpu(reduce: str, weighted: bool) -> None:
     upstream = torch.randn(out.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(7)).cuda()
     for a, b in zip([out, *torch.autograd.grad(out, leaves, upstream)], expected, strict=True):
         torch.testing.assert_close(a.cpu(), b, rtol=0, atol=1e-11)
+
+
+def test_a_product_for_a_gpu_keeps_no_matrix_alive() -> None:
+    """Products for GPUs are kept by the columns of a matrix, weakly: they must not hold these."""
+    csr = random_csr().unpermuted()
+    columns = TensorWeakRef(csr.index)
+    matrix = _torch._matrix(csr, torch.ones(csr.num_entries))
+    del csr
+    gc.collect()
+    assert columns() is None
+    assert matrix.values().numel() == 400
