@@ -30,7 +30,8 @@ class Savings:
             derivatives only.
         block_mib: Memory that the messages of one ``propagate`` may take, in MiB, if the layer's own ``message`` runs.
             A hop that would take more runs in blocks of destinations, which are computed again in the backward pass.
-            ``None``: 256 MiB, or if less a quarter of the free memory divided by the ranks that share it; 0: no blocks.
+            ``None``: the smaller of 256 MiB and a quarter of the free memory divided by the ranks that share it. 0: no
+            blocks.
 
     Raises:
         InputError: If a limit is negative or not finite.

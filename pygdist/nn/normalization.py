@@ -178,13 +178,12 @@ class _Looped:
 
 
 class _Sources(NamedTuple):
-    """Where the weights of edges with loops come from: indices, as masks would let the host wait for a GPU.
+    """Indices by which edges with loops get their weights; by masks, the host would wait for a GPU.
 
     Attributes:
         loops: The edges that are loops.
         nodes: The node of each.
-        place: For each edge with the loops added, the place of its weight: that of an edge, or behind all edges that of
-            a node's loop.
+        place: For each edge with the loops added, an index into the weights of all edges, followed by those of loops.
     """
 
     loops: Tensor

@@ -21,6 +21,7 @@ from pygdist.backends.fetching.groups import group_by_source
 from pygdist.comm import Communicator, ExchangePlan
 from pygdist.graph import write_store
 from pygdist.kernels import CSR
+from pygdist.memory.gpus import free_bytes
 from pygdist.memory.overflow import Overflow
 from pygdist.nn.inputs import edge_inputs
 from pygdist.nn.loss import labelled_rows, summed_loss
@@ -153,6 +154,36 @@ def _on_one_gpu(rank: int, world_size: int, store: str) -> dict[str, float]:
         for name in SOME
         for backend, arguments in SHARED
     }
+
+
+def _in_bfloat16(rank: int, world_size: int, store: str) -> dict[str, float]:
+    communicator, shard = Communicator(dist.new_group()), Shard.load(store, rank).to("cuda:0")
+    return {name: _compare(name, shard, communicator, CommBackend(wire_dtype="bfloat16")) for name in SOME}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_rows_of_ranks_that_share_a_gpu_travel_in_bfloat16(world_size: int, tmp_path: Path) -> None:
+    data, part = random_graph("directed")
+    write_store(data, part[world_size], tmp_path / "store", num_parts=world_size, method="test", arguments={})
+    for found in run_ranks(_in_bfloat16, world_size, str(tmp_path / "store")):
+        assert 1e-10 < max(found.values()) < 0.1, found
+
+
+def _budgets(rank: int, world_size: int, store: str) -> tuple[int, int]:
+    device, communicator, backend = torch.device("cuda", 0), Communicator(dist.new_group()), CommBackend()
+    shard = Shard.load(store, rank).to(device)
+    communicator.meet(device)
+    backend.bind(shard, communicator)
+    communicator.barrier()
+    return backend.first_hop_bytes(device), free_bytes(device)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_that_share_a_gpu_share_its_memory(world_size: int, tmp_path: Path) -> None:
+    data, part = random_graph("directed")
+    write_store(data, part[world_size], tmp_path / "store", num_parts=world_size, method="test", arguments={})
+    budgets, free = zip(*run_ranks(_budgets, world_size, str(tmp_path / "store")), strict=True)
+    assert 0 < sum(budgets) <= max(free) // 4
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

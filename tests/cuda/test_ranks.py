@@ -25,8 +25,9 @@ SOME = ("GCNConv", "SAGEConv-max", "GATConv", "TransformerConv", "BatchNorm")
 
 
 def _step(rank: int, folder: str, backend: str, arguments: dict[str, Any]) -> dict[str, float]:
-    """Return the largest difference of outputs and gradients from one process, by layer."""
+    """Return the largest difference of outputs and gradients from one process, by layer, in units of what may be."""
     data, worst = random_graph("directed")[0], dict[str, float]()
+    error = 0.1 if "wire_dtype" in arguments else 1e-10
     with steps.group(folder, rank, f"{backend}{len(str(arguments))}") as communicator:
         for name in SOME:
             plain, shard = build(name, 5, 3), Shard.load(f"{folder}/store", rank)
@@ -44,7 +45,7 @@ def _step(rank: int, folder: str, backend: str, arguments: dict[str, Any]) -> di
                     gradient = torch.zeros_like(one) if one.grad is None else one.grad
                     sums = communicator.gather(gradient.view(-1).tolist()).sum(dim=0)
                     found.append((sums.view(one.shape), reference.gradients[key]))
-            worst[name] = max(float((mine - other).abs().max()) for mine, other in found)
+            worst[name] = max(float((mine - other).abs().max()) for mine, other in found) / error
             runs.unbind()
     return worst
 
@@ -55,6 +56,7 @@ def _step(rank: int, folder: str, backend: str, arguments: dict[str, Any]) -> di
         ("comm", {}),
         ("comm", {"ring": False, "overlap": False}),
         ("comm", {"halo_gib": 1.0}),
+        ("comm", {"wire_dtype": "bfloat16"}),
         ("hybrid", {"cache_ratio": 0.5}),
         ("tensor", {"num_chunks": 2}),
     ],
@@ -68,4 +70,4 @@ def test_a_step_of_two_ranks(
         process.start(_step, rank, str(tmp_path), backend, arguments)
     for process in two:
         worst = process.result()
-        assert {name: value for name, value in worst.items() if value >= 1e-10} == {}
+        assert {name: value for name, value in worst.items() if value >= 1} == {}
