@@ -248,6 +248,8 @@ def strays(text: str, folder: Path) -> list[str]:
     text = re.sub(r"^```.*?^```[ \t]*$", "", text, flags=re.MULTILINE | re.DOTALL)
     sections = re.split(r"^(?=#+ )", text, flags=re.MULTILINE)
     known_of = [[_known(block, folder) for block in _BLOCK.finditer(section)] for section in sections]
+    if not any(known_of):
+        return []  # nothing has been measured yet
     found = []
     for section, known in zip(sections, known_of, strict=True):
         figures, settings = (
