@@ -1,7 +1,7 @@
 """The traffic meter: counts what a rank sends and receives, and the seconds that it waits, since the last reset.
 
 Bytes are payload bytes handed to the process group, without the framing of the transport. Waiting is the time that the
-calling thread is blocked in an exchange. On CUDA it is the time between events of the stream, for which :meth:`read` waits.
+calling thread is blocked in an exchange. On CUDA it is the time between events of the stream; reading waits for them.
 """
 
 from __future__ import annotations

@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Hashable, Iterator
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from pygdist.kernels.csr import CSR
+
+T = TypeVar("T")
 
 _INT32_MAX = 2**31 - 1
 _BLOCK_VALUES = 2**25  # values copied to edges at a time
@@ -291,7 +294,7 @@ def _product(csr: CSR, x: Tensor, values: Tensor | None) -> Tensor:
 
 
 def _ones(csr: CSR, dtype: torch.dtype) -> Tensor:
-    return _kept(
+    return kept(
         csr, ("ones", csr.num_cols, dtype), lambda: _matrix(csr, csr.index.new_ones(csr.num_entries, dtype=dtype))
     )
 
@@ -299,7 +302,7 @@ def _ones(csr: CSR, dtype: torch.dtype) -> Tensor:
 def _matrix(csr: CSR, values: Tensor) -> Tensor:
     # torch wants one index dtype; the narrow one is faster and offsets are far fewer than columns
     dtype = csr.index.dtype if csr.num_entries <= _INT32_MAX else torch.int64
-    offsets = _kept(csr, ("offsets", dtype), lambda: csr.indptr.to(dtype).contiguous())
+    offsets = kept(csr, ("offsets", dtype), lambda: csr.indptr.to(dtype).contiguous())
     shape = csr.num_rows, csr.num_cols
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
@@ -308,10 +311,10 @@ def _matrix(csr: CSR, values: Tensor) -> Tensor:
 
 
 def _row_index(csr: CSR) -> Tensor:
-    return _kept(csr, "rows", csr.row_index)
+    return kept(csr, "rows", csr.row_index)
 
 
-def _kept(csr: CSR, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
+def kept(csr: CSR, name: Hashable, make: Callable[[], T]) -> T:
     """Return what is computed from the structure of a matrix alone; on a GPU it is kept as long as the matrix lives."""
     if not csr.indptr.is_cuda or csr.indptr.is_inference() or csr.index.is_inference():
         return make()
@@ -320,8 +323,7 @@ def _kept(csr: CSR, name: Hashable, make: Callable[[], Tensor]) -> Tensor:
     if name in of_matrix:
         indptr, found, result = of_matrix[name]
         if indptr() is csr.indptr and found == versions:
-            kept: Tensor = result
-            return kept
+            return cast(T, result)
     with torch.inference_mode(False), torch.no_grad():
         result = make()
     of_matrix[name] = TensorWeakRef(csr.indptr), versions, result

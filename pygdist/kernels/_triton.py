@@ -4,6 +4,9 @@ The functions are those of :mod:`pygdist.kernels._torch`, and are described ther
 none, stay with torch's CSR product, which spreads long rows over the GPU. ``torch.use_deterministic_algorithms`` brings
 these to Triton too: it adds nothing atomically, so its results are the same bit for bit each time. No kernel makes a
 tensor of edges times channels.
+
+One program walks through the entries of a row. Rows of more than :data:`LONG` entries are cut in pieces, a program for
+each, whose results are folded afterwards: sums are added up, extrema compared, softmaxes scaled to the largest score.
 """
 
 from __future__ import annotations
@@ -17,8 +20,8 @@ import torch
 from torch import Tensor
 
 from pygdist.kernels import _torch
-from pygdist.kernels._torch import gat_ends, merged
-from pygdist.kernels.csr import CSR
+from pygdist.kernels._torch import gat_ends, kept, merged
+from pygdist.kernels.csr import CSR, narrowest, pointers_of
 
 __all__ = [
     "edge_softmax", "edge_softmax_grad", "extremum", "extremum_grad", "extremum_value_grad", "gat", "gat_ends",
@@ -28,6 +31,8 @@ __all__ = [
 _TILE = 2048  # values that one program holds at a time
 _ROW = 512  # of these, of one row
 _ENTRIES = 64
+#: Entries of a row from which it is cut, if the matrix has :data:`MANY` entries: the host waits to see its longest row.
+LONG, MANY = 4096, 1 << 18
 
 
 @functools.cache
@@ -53,42 +58,39 @@ def spmm(csr: CSR, x: Tensor, weight: Tensor | None, op: str, reduce: str) -> Te
     if whole and op != "add" and not torch.are_deterministic_algorithms_enabled():
         return _torch.spmm(csr, x, weight, op, reduce)
     out = x.new_empty(csr.num_rows, x.shape[1])
-    tile = _Tile.of_values(csr, x, 1 if weight is None else weight.shape[1])
-    _launch("spmm", tile, csr, x, weight, out, OP=op, MEAN=reduce == "mean", ONTO=False)
-    return out
+    _sum(out, csr, x, weight, op)
+    return out / csr.indptr.diff().clamp(min=1).unsqueeze(-1) if reduce == "mean" else out
 
 
 def spmm_into(out: Tensor, csr: CSR, x: Tensor, weight: Tensor | None, *, onto: bool) -> None:
-    tile = _Tile.of_values(csr, x, 1 if weight is None else weight.shape[1])
-    _launch("spmm", tile, csr, x, weight, out, OP="copy" if weight is None else "mul", MEAN=False, ONTO=onto)
+    _sum(out, csr, x, weight, "copy" if weight is None else "mul", onto=onto)
 
 
 def extremum(csr: CSR, x: Tensor, weight: Tensor | None, op: str, reduce: str, places: Tensor) -> tuple[Tensor, Tensor]:
-    out = x.new_empty(csr.num_rows, x.shape[1])
-    tile = _Tile.of_values(csr, x, 1 if weight is None else weight.shape[1])
-    _launch("extremum", tile, csr, x, weight, out, OP=op, SIGN=1 if reduce == "max" else -1)
-    return out, places
+    sign = 1 if reduce == "max" else -1
+    (out,), fold = _by_row(csr, x.new_empty(csr.num_rows, x.shape[1]))
+    _launch("extremum", _Tile.of_values(x, _heads(weight)), csr, x, weight, out, OP=op, SIGN=sign)
+    return (out if fold is None else _largest(fold, out, sign)), places
 
 
 def share_ties(csr: CSR, x: Tensor, weight: Tensor | None, op: str, out: Tensor, grad_out: Tensor) -> Tensor:
-    share = torch.empty_like(grad_out, memory_format=torch.contiguous_format)
-    tile = _Tile.of_values(csr, x, 1 if weight is None else weight.shape[1])
-    _launch("share_ties", tile, csr, x, weight, out, grad_out, share, OP=op)
-    return share
+    (count,), fold = _by_row(csr, torch.empty_like(out, memory_format=torch.contiguous_format))
+    _launch("count_ties", _Tile.of_values(x, _heads(weight)), csr, x, weight, out, count, OP=op)
+    # scatter_reduce starts from zeros and counts them as attaining an extremum of 0; PyG's gradients have that share
+    return grad_out / (_added(fold, count) + (out == 0))
 
 
 def extremum_grad(transposed: CSR, x: Tensor, weight: Tensor | None, op: str, out: Tensor, share: Tensor) -> Tensor:
-    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-    tile = _Tile.of_values(transposed, x, 1 if weight is None else weight.shape[1])
+    (grad_x,), fold = _by_row(transposed, torch.empty_like(x, memory_format=torch.contiguous_format))
+    tile = _Tile.of_values(x, _heads(weight))
     _launch("extremum_grad", tile, transposed, x, weight, out, share, grad_x, OP=op)
-    return grad_x
+    return _added(fold, grad_x)
 
 
 def extremum_value_grad(csr: CSR, x: Tensor, weight: Tensor, op: str, out: Tensor, share: Tensor) -> Tensor:
     grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
-    _launch(
-        "extremum_value_grad", _Tile.of_heads(csr, x, weight.shape[1]), csr, x, weight, out, share, grad_weight, OP=op
-    )
+    tile = _Tile.of_heads(x, weight.shape[1])
+    _launch("extremum_value_grad", tile, csr, x, weight, out, share, grad_weight, OP=op)
     return grad_weight
 
 
@@ -96,69 +98,183 @@ def sddmm(csr: CSR, x: Tensor, y: Tensor, heads: int) -> Tensor:
     if heads == 1 and x.dtype in (torch.float32, torch.float64):
         return _torch.sddmm(csr, x, y, heads)
     out = x.new_empty(csr.num_entries, heads, dtype=torch.promote_types(x.dtype, torch.float32))
-    _launch("sddmm", _Tile.of_heads(csr, x, heads), csr, x, y, out)
+    _launch("sddmm", _Tile.of_heads(x, heads), csr, x, y, out)
     return out
 
 
 def edge_softmax(csr: CSR, source: Tensor | None, target: Tensor | None, edge: Tensor | None, slope: float) -> Tensor:
     like = next(part for part in (edge, source, target) if part is not None)
-    alpha = like.new_empty(csr.num_entries, like.shape[1])
-    _launch("edge_softmax", _Tile.of_scalars(csr, like), csr, source, target, edge, alpha, slope=slope)
+    alpha, of_rows = like.new_empty(csr.num_entries, like.shape[1]), like.new_empty(csr.num_rows, like.shape[1])
+    (largest, total), fold = _by_row(csr, of_rows, of_rows.clone())
+    tile = _Tile.of_scalars(like)
+    _launch("score_sums", tile, csr, source, target, edge, largest, total, slope=slope)
+    if fold is not None:
+        shift, of_pieces = _largest(fold, largest), largest
+        largest, total = shift, _added(fold, total * _shrunk(of_pieces, shift, fold))
+    _launch("edge_softmax", tile, csr, source, target, edge, largest, total, alpha, slope=slope)
     return alpha
 
 
 def edge_softmax_grad(
     csr: CSR, source: Tensor | None, target: Tensor | None, edge: Tensor | None, slope: float, out: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor]:
-    gradients = torch.empty_like(out), out.new_empty(csr.num_rows, out.shape[1])
-    tile = _Tile.of_scalars(csr, out)
-    _launch("edge_softmax_grad", tile, csr, source, target, edge, out, grad, *gradients, slope=slope)
-    return gradients
+    tile, by_entry, of_rows = _Tile.of_scalars(out), torch.empty_like(out), out.new_empty(csr.num_rows, out.shape[1])
+    (dot, by_row), fold = _by_row(csr, of_rows, of_rows.clone())
+    _launch("sum_products", tile, csr, out, grad, dot)
+    dot = _added(fold, dot)
+    _launch("edge_softmax_grad", tile, csr, source, target, edge, out, grad, dot, by_entry, by_row, slope=slope)
+    return by_entry, _added(fold, by_row)
 
 
 def sum_edges(csr: CSR, values: Tensor) -> Tensor:
-    out = values.new_empty(csr.num_rows, values.shape[1])
-    _launch("sum_edges", _Tile.of_scalars(csr, values), csr, values, out)
-    return out
+    (out,), fold = _by_row(csr, values.new_empty(csr.num_rows, values.shape[1]))
+    _launch("sum_edges", _Tile.of_scalars(values), csr, values, out)
+    return _added(fold, out)
 
 
 def gatv2_scores(csr: CSR, source: Tensor, target: Tensor, attention: Tensor, slope: float, heads: int) -> Tensor:
     scores = source.new_empty(csr.num_entries, heads)
-    _launch("gatv2_scores", _Tile.of_heads(csr, source, heads), csr, source, target, attention, scores, slope=slope)
+    _launch("gatv2_scores", _Tile.of_heads(source, heads), csr, source, target, attention, scores, slope=slope)
     return scores
 
 
 def gatv2_grad(
     csr: CSR, source: Tensor, target: Tensor, attention: Tensor, slope: float, grad_scores: Tensor, *, both: bool
 ) -> tuple[Tensor, Tensor]:
-    grad_target = torch.empty_like(target, memory_format=torch.contiguous_format)
-    grad_attention = target.new_empty(target.shape if both else (0, 0))
+    of_rows = torch.empty_like(target, memory_format=torch.contiguous_format)
+    (grad_target, grad_attention), fold = _by_row(csr, of_rows, of_rows.clone())
+    tile = _Tile.of_heads(source, grad_scores.shape[1])
     parts = (source, target, attention, grad_scores, grad_target, grad_attention if both else None)
-    _launch("gatv2_grad", _Tile.of_heads(csr, source, grad_scores.shape[1]), csr, *parts, slope=slope)
-    return grad_target, grad_attention
+    _launch("gatv2_grad", tile, csr, *parts, slope=slope)
+    return _added(fold, grad_target), _added(fold, grad_attention) if both else target.new_empty(0, 0)
 
 
 def gat(
     csr: CSR, x: Tensor, source: Tensor, target: Tensor, slope: float, graded: bool, onto: tuple[Tensor, ...] = ()
 ) -> tuple[Tensor, ...]:
     rows, heads = target.shape
-    out, above, facts = (
-        x.new_empty(rows, x.shape[1]),
-        x.new_empty((rows, x.shape[1]) if graded else (0, 0)),
-        x.new_empty((rows, heads, 3) if graded else (0, 0, 0)),
-    )
-    rest = (above, facts) if graded else (None, None)
-    _launch("gat", _Tile.of_heads(csr, x, heads), csr, x, source, target, out, *rest, slope=slope)
+    of_rows = x.new_empty(rows, x.shape[1])
+    (out, above, facts), fold = _by_row(csr, of_rows, of_rows.clone(), x.new_empty(rows, heads, 3))
+    graded_too = graded or fold is not None  # pieces are weighed by their facts
+    rest = (above, facts) if graded_too else (None, None)
+    _launch("gat", _Tile.of_heads(x, heads), csr, x, source, target, out, *rest, slope=slope)
+    if fold is not None:
+        out, above, facts = _softmaxes_of(fold, out, above, facts)
+    if not graded:
+        return out, x.new_empty(0, 0), x.new_empty(0, 0, 0)
     return merged(onto, (out, above, facts)) if onto else (out, above, facts)
 
 
 def gat_grad(
     transposed: CSR, x: Tensor, source: Tensor, slope: float, ends: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor]:
-    gradients = x.new_empty(x.shape), source.new_empty(source.shape)
-    tile = _Tile.of_heads(transposed, x, source.shape[1])
-    _launch("gat_grad", tile, transposed, x, source, ends, grad, *gradients, sizes=(ends.shape[1],), slope=slope)
-    return gradients
+    (grad_x, grad_source), fold = _by_row(transposed, x.new_empty(x.shape), source.new_empty(source.shape))
+    tile = _Tile.of_heads(x, source.shape[1])
+    parts, sizes = (x, source, ends, grad, grad_x, grad_source), (ends.shape[1],)
+    _launch("gat_grad", tile, transposed, *parts, sizes=sizes, slope=slope)
+    return _added(fold, grad_x), _added(fold, grad_source)
+
+
+# -- long rows ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """Rows cut in pieces, which follow each other.
+
+    Attributes:
+        indptr: The entries of each piece, as in a matrix.
+        row: The row of each piece.
+        fold: The matrix of rows by pieces.
+    """
+
+    indptr: Tensor
+    row: Tensor
+    fold: CSR
+
+
+def _pieces(csr: CSR) -> _Pieces | None:
+    """Return the pieces of a matrix's rows; ``None`` if no row is long."""
+    return kept(csr, ("pieces", LONG), lambda: _cut(csr)) if csr.num_entries >= MANY else None
+
+
+def _cut(csr: CSR) -> _Pieces | None:
+    lengths = csr.indptr.diff()
+    if int(lengths.max()) <= LONG:
+        return None
+    ends = pointers_of((lengths + LONG - 1).div(LONG, rounding_mode="floor").clamp(min=1))
+    number = int(ends[-1])
+    row = torch.repeat_interleave(torch.arange(csr.num_rows, device=ends.device), ends.diff(), output_size=number)
+    piece = torch.arange(number, device=ends.device)
+    starts = csr.indptr.index_select(0, row) + LONG * (piece - ends.index_select(0, row))
+    index = piece.to(narrowest(number))
+    return _Pieces(torch.cat([starts, csr.indptr[-1:]]), row.to(index), CSR(ends, index, number))
+
+
+def _by_row(csr: CSR, *likes: Tensor) -> tuple[list[Tensor], CSR | None]:
+    """Return memory for results by row, or by piece if rows are cut; then also the matrix that folds these."""
+    if (pieces := _pieces(csr)) is None:
+        return list(likes), None
+    return [one.new_empty(pieces.row.numel(), *one.shape[1:]) for one in likes], pieces.fold
+
+
+def _sum(out: Tensor, csr: CSR, x: Tensor, weight: Tensor | None, op: str, *, onto: bool = False) -> None:
+    (sums,), fold = _by_row(csr, out)
+    if fold is not None:
+        sums = sums.to(torch.promote_types(sums.dtype, torch.float32))
+    alone = onto and fold is None
+    _launch("spmm", _Tile.of_values(x, _heads(weight)), csr, x, weight, sums, OP=op, ONTO=alone)
+    if fold is not None:
+        _sum(out, fold, sums, None, "copy", onto=onto)
+
+
+def _added(fold: CSR | None, of_pieces: Tensor) -> Tensor:
+    """Add up the results of the pieces of each row."""
+    if fold is None:
+        return of_pieces
+    out = of_pieces.new_empty(fold.num_rows, *of_pieces.shape[1:])
+    _sum(out, fold, of_pieces, None, "copy")
+    return out
+
+
+def _largest(fold: CSR, of_pieces: Tensor, sign: int = 1) -> Tensor:
+    """Return the largest result of the pieces of each row; the smallest with ``sign`` -1."""
+    (out,), again = _by_row(fold, of_pieces.new_empty(fold.num_rows, of_pieces.shape[1]))
+    _launch("extremum", _Tile.of_values(of_pieces, 1), fold, of_pieces, None, out, OP="copy", SIGN=sign)
+    return out if again is None else _largest(again, out, sign)
+
+
+def _shrunk(of_pieces: Tensor, shift: Tensor, fold: CSR) -> Tensor:
+    """Return the factors from the exponentials of pieces to those of rows, whose largest scores are ``shift``."""
+    apart = of_pieces - shift.repeat_interleave(fold.indptr.diff(), dim=0, output_size=fold.num_cols)
+    return torch.where(of_pieces > float("-inf"), apart.exp(), 0)
+
+
+def _softmaxes_of(fold: CSR, out: Tensor, above: Tensor, facts: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Fold the results of :func:`gat` over pieces into those over rows; arguments are as it returns them."""
+    heads, filled = facts.shape[1], facts[..., 1] > 0
+    largest = torch.where(filled, facts[..., 0], float("-inf"))
+    shift = _largest(fold, largest)
+    total = torch.where(filled, 1 / facts[..., 1], 0) * _shrunk(largest, shift, fold)
+    of_row = _added(fold, total.contiguous())
+    scale = torch.where(of_row > 0, 1 / of_row, 0)
+    weight = total * scale.repeat_interleave(fold.indptr.diff(), dim=0, output_size=fold.num_cols)
+
+    def mixed(of_pieces: Tensor) -> Tensor:
+        result = of_pieces.new_empty(fold.num_rows, of_pieces.shape[1])
+        _sum(result, fold, of_pieces, weight, "mul")
+        return result
+
+    positive = _added(fold, (facts[..., 2] * weight).contiguous())
+    shift = torch.where(of_row > 0, shift, 0)
+    return mixed(out), mixed(above), torch.stack([shift, scale, positive], dim=-1).view(-1, heads, 3)
+
+
+# -- programs ----------------------------------------------------------------------------------------------------------
+
+
+def _heads(weight: Tensor | None) -> int:
+    return 1 if weight is None else weight.shape[1]
 
 
 @dataclass(frozen=True)
@@ -166,32 +282,32 @@ class _Tile:
     """The values that one program holds at a time, as constants of Triton, and how many programs there are.
 
     Attributes:
-        grid: Number of programs by rows, heads and channels.
+        across: Number of programs by heads and channels.
         sizes: Number of heads, and of channels of each.
         constants: Entries, heads and channels of a tile, and the dtype of sums.
     """
 
-    grid: tuple[int, int, int]
+    across: tuple[int, int]
     sizes: tuple[int, int]
     constants: dict[str, Any]
 
     @classmethod
-    def of_values(cls, csr: CSR, x: Tensor, heads: int) -> _Tile:
+    def of_values(cls, x: Tensor, heads: int) -> _Tile:
         """For a kernel to which channels do not matter: a program may take some of them."""
-        return cls._of(csr, x, heads, x.shape[1] // heads, splits=True)
+        return cls._of(x, heads, x.shape[1:].numel() // heads, splits=True)
 
     @classmethod
-    def of_heads(cls, csr: CSR, x: Tensor, heads: int) -> _Tile:
+    def of_heads(cls, x: Tensor, heads: int) -> _Tile:
         """For a kernel that sums over the channels of a head: a program takes them all."""
-        return cls._of(csr, x, heads, x.shape[1] // heads, splits=False)
+        return cls._of(x, heads, x.shape[1] // heads, splits=False)
 
     @classmethod
-    def of_scalars(cls, csr: CSR, values: Tensor) -> _Tile:
+    def of_scalars(cls, values: Tensor) -> _Tile:
         """For numbers by edge and head."""
-        return cls._of(csr, values, values.shape[1], 1, splits=False)
+        return cls._of(values, values.shape[1], 1, splits=False)
 
     @classmethod
-    def _of(cls, csr: CSR, x: Tensor, heads: int, channels: int, *, splits: bool) -> _Tile:
+    def _of(cls, x: Tensor, heads: int, channels: int, *, splits: bool) -> _Tile:
         wide = _power_of_2(channels)
         wide = min(wide, _ROW) if splits else wide
         high = max(min(_power_of_2(heads), _ROW // wide), 1)
@@ -199,7 +315,7 @@ class _Tile:
         along = -(-channels // wide) if splits else 1
         real = "float64" if x.dtype == torch.float64 else "float32"
         constants = {"EDGES": entries, "HEADS": high, "CHANNELS": wide, "REAL": real}
-        return cls((csr.num_rows, -(-heads // high), along), (heads, channels), constants)
+        return cls((-(-heads // high), along), (heads, channels), constants)
 
 
 def _power_of_2(number: int) -> int:
@@ -213,12 +329,16 @@ def _launch(
 
     The slope is a constant: Triton rounds other numbers to float32, also where rows are float64.
     """
-    if 0 in tile.grid:
+    pieces = _pieces(csr)
+    indptr, rows = (csr.indptr, None) if pieces is None else (pieces.indptr, pieces.row)
+    grid = (indptr.numel() - 1, *tile.across)
+    if 0 in grid:
         return
     dense = [None if one is None else one.contiguous() for one in args]
-    with torch.cuda.device(csr.indptr.device):
-        matrix = csr.indptr, csr.index, csr.perm
-        launch(name, tile.grid, *matrix, *dense, *sizes, *tile.sizes, **constants, **tile.constants)
+    with torch.cuda.device(indptr.device):
+        launch(
+            name, grid, indptr, csr.index, csr.perm, rows, *dense, *sizes, *tile.sizes, **constants, **tile.constants
+        )
 
 
 def launch(name: str, grid: tuple[int, int, int], *args: Any, REAL: str, **constants: Any) -> None:

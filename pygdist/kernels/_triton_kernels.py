@@ -2,7 +2,8 @@
 
 One program handles one row of a matrix, or a block of its heads and channels, and walks through the entries of the row,
 ``EDGES`` at a time. So nothing is added by several programs, results are the same bit for bit each time, and no tensor
-holds edges times channels. A row of very many entries is one program's work: it ends later than the others.
+holds edges times channels. Of a matrix whose long rows are cut in pieces, ``rows`` holds the row of each piece: then a
+program handles a piece, and results by row are those of pieces.
 
 Tiles are ``(edges, heads, channels)``. Sums are taken in ``REAL``: float64 for float64, else float32. Arguments in
 capitals are constants of a compilation, and so are tensors that are ``None``.
@@ -15,10 +16,13 @@ import triton.language as tl
 
 
 @triton.jit
-def _row(indptr):
-    """Return the row of this program, and the range of its entries."""
-    row = tl.program_id(0).to(tl.int64)
-    return row, tl.load(indptr + row), tl.load(indptr + row + 1)
+def _row(indptr, rows):
+    """Return the piece of this program, its row, and the range of its entries."""
+    piece = tl.program_id(0).to(tl.int64)
+    row = piece
+    if rows is not None:
+        row = tl.load(rows + piece).to(tl.int64)
+    return piece, row, tl.load(indptr + piece), tl.load(indptr + piece + 1)
 
 
 @triton.jit
@@ -78,21 +82,19 @@ def _values(weight, place, H, head, inside, has_head, OP: tl.constexpr, REAL: tl
 
 @triton.jit
 def spmm(
-    indptr, index, perm, x, weight, out, H, C,
-    OP: tl.constexpr, MEAN: tl.constexpr, ONTO: tl.constexpr,
+    indptr, index, perm, rows, x, weight, out, H, C,
+    OP: tl.constexpr, ONTO: tl.constexpr,
     EDGES: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, REAL: tl.constexpr,
 ):  # fmt: skip
-    row, start, end = _row(indptr)
+    piece, row, start, end = _row(indptr, rows)
     head, has_head, value, has_value = _features(H, C, HEADS, CHANNELS)
     total = tl.zeros([HEADS, CHANNELS], dtype=REAL)
     for first in range(start, end, EDGES):
         column, place, inside = _entries(first, end, index, perm, EDGES)
-        rows = _rows(x, column, H * C, value, inside, has_value, REAL)
+        tile = _rows(x, column, H * C, value, inside, has_value, REAL)
         values = _values(weight, place, H, head, inside, has_head, OP, REAL)
-        total += tl.sum(_message(rows, values, OP), axis=0)
-    if MEAN:
-        total = total / tl.maximum(end - start, 1).to(REAL)
-    at = out + row * H * C + value
+        total += tl.sum(_message(tile, values, OP), axis=0)
+    at = out + piece * H * C + value
     if ONTO:
         total += tl.load(at, mask=has_value, other=0).to(REAL)
     tl.store(at, total.to(out.dtype.element_ty), mask=has_value)
@@ -100,54 +102,52 @@ def spmm(
 
 @triton.jit
 def extremum(
-    indptr, index, perm, x, weight, out, H, C, OP: tl.constexpr, SIGN: tl.constexpr,
+    indptr, index, perm, rows, x, weight, out, H, C, OP: tl.constexpr, SIGN: tl.constexpr,
     EDGES: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, REAL: tl.constexpr,
 ):  # fmt: skip
     """``SIGN`` is 1 for maxima, -1 for minima. As in torch, one message that is not a number makes the result one."""
-    row, start, end = _row(indptr)
+    piece, row, start, end = _row(indptr, rows)
     head, has_head, value, has_value = _features(H, C, HEADS, CHANNELS)
     largest = tl.full([HEADS, CHANNELS], float("-inf"), dtype=REAL)
     no_numbers = tl.zeros([HEADS, CHANNELS], dtype=tl.int32)
     for first in range(start, end, EDGES):
         column, place, inside = _entries(first, end, index, perm, EDGES)
-        rows = _rows(x, column, H * C, value, inside, has_value, REAL)
+        tile = _rows(x, column, H * C, value, inside, has_value, REAL)
         values = _values(weight, place, H, head, inside, has_head, OP, REAL)
-        message = SIGN * _message(rows, values, OP)
+        message = SIGN * _message(tile, values, OP)
         no_numbers += tl.sum(((message != message) & inside[:, None, None]).to(tl.int32), axis=0)
         largest = tl.maximum(largest, tl.max(tl.where(inside[:, None, None], message, float("-inf")), axis=0))
     largest = tl.where(no_numbers > 0, float("nan"), SIGN * largest)
     largest = tl.where(end > start, largest, 0.0)
-    tl.store(out + row * H * C + value, largest.to(out.dtype.element_ty), mask=has_value)
+    tl.store(out + piece * H * C + value, largest.to(out.dtype.element_ty), mask=has_value)
 
 
 @triton.jit
-def share_ties(
-    indptr, index, perm, x, weight, out, grad, share, H, C, OP: tl.constexpr,
+def count_ties(
+    indptr, index, perm, rows, x, weight, out, count, H, C, OP: tl.constexpr,
     EDGES: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, REAL: tl.constexpr,
 ):  # fmt: skip
-    row, start, end = _row(indptr)
+    """Count the messages that attain the extremum of their row."""
+    piece, row, start, end = _row(indptr, rows)
     head, has_head, value, has_value = _features(H, C, HEADS, CHANNELS)
-    at = row * H * C + value
-    extreme = tl.load(out + at, mask=has_value, other=0).to(REAL)
-    # scatter_reduce starts from zeros and counts them as attaining an extremum of 0; PyG's gradients have that share
-    count = (extreme == 0).to(REAL)
+    extreme = tl.load(out + row * H * C + value, mask=has_value, other=0).to(REAL)
+    total = tl.zeros([HEADS, CHANNELS], dtype=REAL)
     for first in range(start, end, EDGES):
         column, place, inside = _entries(first, end, index, perm, EDGES)
-        rows = _rows(x, column, H * C, value, inside, has_value, REAL)
+        tile = _rows(x, column, H * C, value, inside, has_value, REAL)
         values = _values(weight, place, H, head, inside, has_head, OP, REAL)
-        attains = (_message(rows, values, OP) == extreme[None, :, :]) & inside[:, None, None]
-        count += tl.sum(attains.to(REAL), axis=0)
-    result = tl.load(grad + at, mask=has_value, other=0).to(REAL) / count
-    tl.store(share + at, result.to(share.dtype.element_ty), mask=has_value)
+        attains = (_message(tile, values, OP) == extreme[None, :, :]) & inside[:, None, None]
+        total += tl.sum(attains.to(REAL), axis=0)
+    tl.store(count + piece * H * C + value, total.to(count.dtype.element_ty), mask=has_value)
 
 
 @triton.jit
 def extremum_grad(
-    indptr, index, perm, x, weight, out, share, grad_x, H, C, OP: tl.constexpr,
+    indptr, index, perm, rows, x, weight, out, share, grad_x, H, C, OP: tl.constexpr,
     EDGES: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, REAL: tl.constexpr,
 ):  # fmt: skip
     """The matrix is the transpose: a row is a source, columns are destinations."""
-    row, start, end = _row(indptr)
+    piece, row, start, end = _row(indptr, rows)
     head, has_head, value, has_value = _features(H, C, HEADS, CHANNELS)
     source = tl.load(x + row * H * C + value, mask=has_value, other=0).to(REAL)
     total = tl.zeros([HEADS, CHANNELS], dtype=REAL)
@@ -160,27 +160,27 @@ def extremum_grad(
         if OP == "mul":
             gradient = gradient * values[:, :, None]
         total += tl.sum(tl.where((message == extreme) & inside[:, None, None], gradient, 0.0), axis=0)
-    tl.store(grad_x + row * H * C + value, total.to(grad_x.dtype.element_ty), mask=has_value)
+    tl.store(grad_x + piece * H * C + value, total.to(grad_x.dtype.element_ty), mask=has_value)
 
 
 @triton.jit
 def extremum_value_grad(
-    indptr, index, perm, x, weight, out, share, grad_weight, H, C, OP: tl.constexpr,
+    indptr, index, perm, rows, x, weight, out, share, grad_weight, H, C, OP: tl.constexpr,
     EDGES: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, REAL: tl.constexpr,
 ):  # fmt: skip
-    row, start, end = _row(indptr)
+    piece, row, start, end = _row(indptr, rows)
     head, has_head, value, has_value = _features(H, C, HEADS, CHANNELS)
     at = row * H * C + value
     extreme = tl.load(out + at, mask=has_value, other=0).to(REAL)
     gradient = tl.load(share + at, mask=has_value, other=0).to(REAL)
     for first in range(start, end, EDGES):
         column, place, inside = _entries(first, end, index, perm, EDGES)
-        rows = _rows(x, column, H * C, value, inside, has_value, REAL)
+        tile = _rows(x, column, H * C, value, inside, has_value, REAL)
         values = _values(weight, place, H, head, inside, has_head, OP, REAL)
-        attains = (_message(rows, values, OP) == extreme[None, :, :]) & has_value[None, :, :]
+        attains = (_message(tile, values, OP) == extreme[None, :, :]) & has_value[None, :, :]
         term = gradient[None, :, :]
         if OP == "mul":
-            term = term * rows
+            term = term * tile
         result = tl.sum(tl.where(attains, term, 0.0), axis=2)
         to = grad_weight + place[:, None] * H + head[None, :]
         tl.store(to, result.to(grad_weight.dtype.element_ty), mask=inside[:, None] & has_head[None, :])
@@ -188,32 +188,32 @@ def extremum_value_grad(
 
 @triton.jit
 def sddmm(
-    indptr, index, perm, x, y, out, H, C,
+    indptr, index, perm, rows, x, y, out, H, C,
     EDGES: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, REAL: tl.constexpr,
 ):  # fmt: skip
-    row, start, end = _row(indptr)
+    piece, row, start, end = _row(indptr, rows)
     head, has_head, value, has_value = _features(H, C, HEADS, CHANNELS)
     target = tl.load(y + row * H * C + value, mask=has_value, other=0).to(REAL)
     for first in range(start, end, EDGES):
         column, place, inside = _entries(first, end, index, perm, EDGES)
-        rows = _rows(x, column, H * C, value, inside, has_value, REAL)
-        result = tl.sum(rows * target[None, :, :], axis=2)
+        tile = _rows(x, column, H * C, value, inside, has_value, REAL)
+        result = tl.sum(tile * target[None, :, :], axis=2)
         to = out + place[:, None] * H + head[None, :]
         tl.store(to, result.to(out.dtype.element_ty), mask=inside[:, None] & has_head[None, :])
 
 
 @triton.jit
 def sum_edges(
-    indptr, index, perm, values, out, H, C,
+    indptr, index, perm, rows, values, out, H, C,
     EDGES: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, REAL: tl.constexpr,
 ):  # fmt: skip
-    row, start, end = _row(indptr)
+    piece, row, start, end = _row(indptr, rows)
     head, has_head, value, has_value = _features(H, C, HEADS, CHANNELS)
     total = tl.zeros([HEADS], dtype=REAL)
     for first in range(start, end, EDGES):
         column, place, inside = _entries(first, end, index, perm, EDGES)
         total += tl.sum(_scalars(values, place, H, head, inside, has_head, REAL), axis=0)
-    tl.store(out + row * H + head, total.to(out.dtype.element_ty), mask=has_head)
+    tl.store(out + piece * H + head, total.to(out.dtype.element_ty), mask=has_head)
 
 
 @triton.jit
@@ -245,11 +245,12 @@ def _raise_to(largest, score, inside):
 
 
 @triton.jit
-def edge_softmax(
-    indptr, index, perm, source, target, edge, alpha, H, C, slope: tl.constexpr,
+def score_sums(
+    indptr, index, perm, rows, source, target, edge, largest_out, total_out, H, C, slope: tl.constexpr,
     EDGES: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, REAL: tl.constexpr,
 ):  # fmt: skip
-    row, start, end = _row(indptr)
+    """Find the largest score of each row, and the sum of exponentials of scores less that one."""
+    piece, row, start, end = _row(indptr, rows)
     head, has_head, value, has_value = _features(H, C, HEADS, CHANNELS)
     largest, total = tl.full([HEADS], float("-inf"), dtype=REAL), tl.zeros([HEADS], dtype=REAL)
     for first in range(start, end, EDGES):
@@ -257,45 +258,71 @@ def edge_softmax(
         score = _leaky(_score(source, target, edge, row, column, place, H, head, inside, has_head, REAL), slope)
         largest, factor, part = _raise_to(largest, score, inside)
         total = total * factor + tl.sum(part, axis=0)
+    tl.store(largest_out + piece * H + head, largest.to(largest_out.dtype.element_ty), mask=has_head)
+    tl.store(total_out + piece * H + head, total.to(total_out.dtype.element_ty), mask=has_head)
+
+
+@triton.jit
+def edge_softmax(
+    indptr, index, perm, rows, source, target, edge, largest, total, alpha, H, C, slope: tl.constexpr,
+    EDGES: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, REAL: tl.constexpr,
+):  # fmt: skip
+    piece, row, start, end = _row(indptr, rows)
+    head, has_head, value, has_value = _features(H, C, HEADS, CHANNELS)
+    shift = tl.load(largest + row * H + head, mask=has_head, other=0).to(REAL)
+    scale = 1 / (tl.load(total + row * H + head, mask=has_head, other=0).to(REAL) + 1e-16)  # as in PyG's softmax
     for first in range(start, end, EDGES):
         column, place, inside = _entries(first, end, index, perm, EDGES)
         score = _leaky(_score(source, target, edge, row, column, place, H, head, inside, has_head, REAL), slope)
-        result = tl.exp(score - largest[None, :]) / (total + 1e-16)[None, :]  # as in PyG's softmax
+        result = tl.exp(score - shift[None, :]) * scale[None, :]
         to = alpha + place[:, None] * H + head[None, :]
         tl.store(to, result.to(alpha.dtype.element_ty), mask=inside[:, None] & has_head[None, :])
 
 
 @triton.jit
-def edge_softmax_grad(
-    indptr, index, perm, source, target, edge, alpha, grad, by_entry, by_row, H, C, slope: tl.constexpr,
+def sum_products(
+    indptr, index, perm, rows, one, other, out, H, C,
     EDGES: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, REAL: tl.constexpr,
 ):  # fmt: skip
-    row, start, end = _row(indptr)
+    """Sum the products of two edge values of each row."""
+    piece, row, start, end = _row(indptr, rows)
     head, has_head, value, has_value = _features(H, C, HEADS, CHANNELS)
-    dot, total = tl.zeros([HEADS], dtype=REAL), tl.zeros([HEADS], dtype=REAL)
+    total = tl.zeros([HEADS], dtype=REAL)
     for first in range(start, end, EDGES):
         column, place, inside = _entries(first, end, index, perm, EDGES)
-        weights = _scalars(alpha, place, H, head, inside, has_head, REAL)
-        dot += tl.sum(weights * _scalars(grad, place, H, head, inside, has_head, REAL), axis=0)
+        factor = _scalars(one, place, H, head, inside, has_head, REAL)
+        total += tl.sum(factor * _scalars(other, place, H, head, inside, has_head, REAL), axis=0)
+    tl.store(out + piece * H + head, total.to(out.dtype.element_ty), mask=has_head)
+
+
+@triton.jit
+def edge_softmax_grad(
+    indptr, index, perm, rows, source, target, edge, alpha, grad, dot, by_entry, by_row, H, C, slope: tl.constexpr,
+    EDGES: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, REAL: tl.constexpr,
+):  # fmt: skip
+    """``dot`` is, by row, the sum of weights times their gradients."""
+    piece, row, start, end = _row(indptr, rows)
+    head, has_head, value, has_value = _features(H, C, HEADS, CHANNELS)
+    mean, total = tl.load(dot + row * H + head, mask=has_head, other=0).to(REAL), tl.zeros([HEADS], dtype=REAL)
     for first in range(start, end, EDGES):
         column, place, inside = _entries(first, end, index, perm, EDGES)
         weights = _scalars(alpha, place, H, head, inside, has_head, REAL)
         upstream = _scalars(grad, place, H, head, inside, has_head, REAL)
         score = _score(source, target, edge, row, column, place, H, head, inside, has_head, REAL)
-        gradient = weights * (upstream - dot[None, :])
+        gradient = weights * (upstream - mean[None, :])
         gradient = tl.where(score > 0, gradient, gradient * slope)
         total += tl.sum(gradient, axis=0)  # entries that there are not have weight 0
         to = by_entry + place[:, None] * H + head[None, :]
         tl.store(to, gradient.to(by_entry.dtype.element_ty), mask=inside[:, None] & has_head[None, :])
-    tl.store(by_row + row * H + head, total.to(by_row.dtype.element_ty), mask=has_head)
+    tl.store(by_row + piece * H + head, total.to(by_row.dtype.element_ty), mask=has_head)
 
 
 @triton.jit
 def gatv2_scores(
-    indptr, index, perm, source, target, attention, scores, H, C, slope: tl.constexpr,
+    indptr, index, perm, rows, source, target, attention, scores, H, C, slope: tl.constexpr,
     EDGES: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, REAL: tl.constexpr,
 ):  # fmt: skip
-    row, start, end = _row(indptr)
+    piece, row, start, end = _row(indptr, rows)
     head, has_head, value, has_value = _features(H, C, HEADS, CHANNELS)
     by_target = tl.load(target + row * H * C + value, mask=has_value, other=0).to(REAL)
     vector = tl.load(attention + value, mask=has_value, other=0).to(REAL)
@@ -309,10 +336,10 @@ def gatv2_scores(
 
 @triton.jit
 def gatv2_grad(
-    indptr, index, perm, source, target, attention, grad, grad_target, grad_attention, H, C, slope: tl.constexpr,
+    indptr, index, perm, rows, source, target, attention, grad, grad_target, grad_attention, H, C, slope: tl.constexpr,
     EDGES: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, REAL: tl.constexpr,
 ):  # fmt: skip
-    row, start, end = _row(indptr)
+    piece, row, start, end = _row(indptr, rows)
     head, has_head, value, has_value = _features(H, C, HEADS, CHANNELS)
     by_target = tl.load(target + row * H * C + value, mask=has_value, other=0).to(REAL)
     vector = tl.load(attention + value, mask=has_value, other=0).to(REAL)
@@ -325,7 +352,7 @@ def gatv2_grad(
         factor = tl.where(total > 0, factor, factor * slope)
         of_target += tl.sum(factor, axis=0)
         of_attention += tl.sum(factor * total, axis=0)
-    at = row * H * C + value
+    at = piece * H * C + value
     tl.store(grad_target + at, (of_target * vector).to(grad_target.dtype.element_ty), mask=has_value)
     if grad_attention is not None:
         tl.store(grad_attention + at, of_attention.to(grad_attention.dtype.element_ty), mask=has_value)
@@ -333,11 +360,11 @@ def gatv2_grad(
 
 @triton.jit
 def gat(
-    indptr, index, perm, x, source, target, out, above, facts, H, C, slope: tl.constexpr,
+    indptr, index, perm, rows, x, source, target, out, above, facts, H, C, slope: tl.constexpr,
     EDGES: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, REAL: tl.constexpr,
 ):  # fmt: skip
     """Exponentials are taken of scores less the largest so far; sums shrink where a larger one comes."""
-    row, start, end = _row(indptr)
+    piece, row, start, end = _row(indptr, rows)
     head, has_head, value, has_value = _features(H, C, HEADS, CHANNELS)
     largest, total = tl.full([HEADS], float("-inf"), dtype=REAL), tl.zeros([HEADS], dtype=REAL)
     positive = tl.zeros([HEADS], dtype=REAL)
@@ -347,18 +374,18 @@ def gat(
         score = _leaky(_score(source, target, None, row, column, place, H, head, inside, has_head, REAL), slope)
         largest, factor, part = _raise_to(largest, score, inside)
         part_above = tl.where(score > 0, part, 0.0)
-        rows = _rows(x, column, H * C, value, inside, has_value, REAL)
+        tile = _rows(x, column, H * C, value, inside, has_value, REAL)
         total = total * factor + tl.sum(part, axis=0)
-        result = result * factor[:, None] + tl.sum(rows * part[:, :, None], axis=0)
+        result = result * factor[:, None] + tl.sum(tile * part[:, :, None], axis=0)
         if above is not None:
             positive = positive * factor + tl.sum(part_above, axis=0)
-            result_above = result_above * factor[:, None] + tl.sum(rows * part_above[:, :, None], axis=0)
+            result_above = result_above * factor[:, None] + tl.sum(tile * part_above[:, :, None], axis=0)
     scale = 1 / (total + 1e-16)  # as in PyG's softmax
-    at = row * H * C + value
+    at = piece * H * C + value
     tl.store(out + at, (result * scale[:, None]).to(out.dtype.element_ty), mask=has_value)
     if above is not None:
         tl.store(above + at, (result_above * scale[:, None]).to(above.dtype.element_ty), mask=has_value)
-        fact = facts + (row * H + head) * 3
+        fact = facts + (piece * H + head) * 3
         tl.store(fact, tl.where(end > start, largest, 0.0).to(facts.dtype.element_ty), mask=has_head)
         tl.store(fact + 1, tl.where(end > start, scale, 0.0).to(facts.dtype.element_ty), mask=has_head)
         tl.store(fact + 2, (positive * scale).to(facts.dtype.element_ty), mask=has_head)
@@ -366,11 +393,11 @@ def gat(
 
 @triton.jit
 def gat_grad(
-    indptr, index, perm, x, source, ends, grad, grad_x, grad_source, num_targets, H, C, slope: tl.constexpr,
+    indptr, index, perm, rows, x, source, ends, grad, grad_x, grad_source, num_targets, H, C, slope: tl.constexpr,
     EDGES: tl.constexpr, HEADS: tl.constexpr, CHANNELS: tl.constexpr, REAL: tl.constexpr,
 ):  # fmt: skip
     """The matrix is the transpose. ``ends`` is ``(heads, destinations, 4)``, as ``gat_ends`` makes it."""
-    row, start, end = _row(indptr)
+    piece, row, start, end = _row(indptr, rows)
     head, has_head, value, has_value = _features(H, C, HEADS, CHANNELS)
     at = row * H * C + value
     own = tl.load(x + at, mask=has_value, other=0).to(REAL)
@@ -388,5 +415,5 @@ def gat_grad(
         gradient = alpha * (tl.sum(upstream * own[None, :, :], axis=2) - dot)
         of_x += tl.sum(upstream * alpha[:, :, None], axis=0)
         of_source += tl.sum(tl.where(score > 0, gradient, gradient * slope), axis=0)
-    tl.store(grad_x + at, of_x.to(grad_x.dtype.element_ty), mask=has_value)
-    tl.store(grad_source + row * H + head, of_source.to(grad_source.dtype.element_ty), mask=has_head)
+    tl.store(grad_x + piece * H * C + value, of_x.to(grad_x.dtype.element_ty), mask=has_value)
+    tl.store(grad_source + piece * H + head, of_source.to(grad_source.dtype.element_ty), mask=has_head)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import itertools
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -35,11 +37,37 @@ def test_kernels_in_the_interpreter(gpu: EmulatedProcess) -> None:
     assert {name: error for name, error in errors.items() if not error <= 1} == {}
 
 
+@contextlib.contextmanager
+def _short_pieces() -> Iterator[None]:
+    """Cut rows of a few entries; the hub has more pieces than a piece has entries, so these are folded twice."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_triton, "LONG", 40)
+        patch.setattr(_triton, "MANY", 1)
+        yield
+
+
+def _errors_in_pieces() -> dict[str, float]:
+    found = {}
+    with emulated_gpu(triton="runs"), _short_pieces():
+        for kernel, graph in itertools.product(KERNELS, ("skewed", "hub")):
+            error = largest_error(kernel, graph, torch.float64, wide=False)
+            found[f"{kernel}, {graph}"] = error / TOLERANCE[torch.float64]
+        halves = largest_error("sum", "hub", torch.bfloat16, wide=False) / TOLERANCE[torch.bfloat16]
+    return {**found, "sum of halves": halves}
+
+
+def test_long_rows_are_cut_and_folded(gpu: EmulatedProcess) -> None:
+    errors = gpu.run(_errors_in_pieces)
+    assert len(errors) == 2 * len(KERNELS) + 1
+    assert {name: error for name, error in errors.items() if not error <= 1} == {}
+
+
 def _compiled(cache: str) -> list[str]:
     with pytest.MonkeyPatch.context() as patch, emulated_gpu(triton="compiles"):
         patch.setenv("TRITON_CACHE_DIR", cache)
         for kernel, dtype, wide in itertools.product(KERNELS, TOLERANCE, (False, True)):
-            largest_error(kernel, "skewed", dtype, wide=wide)
+            with _short_pieces() if wide else contextlib.nullcontext():
+                largest_error(kernel, "skewed", dtype, wide=wide)
     return sorted({name for name, *_ in compiling.compiled})
 
 
