@@ -105,7 +105,7 @@ def sddmm(csr: CSR, x: Tensor, y: Tensor, heads: int) -> Tensor:
 def edge_softmax(csr: CSR, source: Tensor | None, target: Tensor | None, edge: Tensor | None, slope: float) -> Tensor:
     like = next(part for part in (edge, source, target) if part is not None)
     alpha, of_rows = like.new_empty(csr.num_entries, like.shape[1]), like.new_empty(csr.num_rows, like.shape[1])
-    (largest, total), fold = _by_row(csr, of_rows, of_rows.clone())
+    (largest, total), fold = _by_row(csr, of_rows, torch.empty_like(of_rows))
     tile = _Tile.of_scalars(like)
     _launch("score_sums", tile, csr, source, target, edge, largest, total, slope=slope)
     if fold is not None:
@@ -119,7 +119,7 @@ def edge_softmax_grad(
     csr: CSR, source: Tensor | None, target: Tensor | None, edge: Tensor | None, slope: float, out: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor]:
     tile, by_entry, of_rows = _Tile.of_scalars(out), torch.empty_like(out), out.new_empty(csr.num_rows, out.shape[1])
-    (dot, by_row), fold = _by_row(csr, of_rows, of_rows.clone())
+    (dot, by_row), fold = _by_row(csr, of_rows, torch.empty_like(of_rows))
     _launch("sum_products", tile, csr, out, grad, dot)
     dot = _added(fold, dot)
     _launch("edge_softmax_grad", tile, csr, source, target, edge, out, grad, dot, by_entry, by_row, slope=slope)
@@ -142,7 +142,7 @@ def gatv2_grad(
     csr: CSR, source: Tensor, target: Tensor, attention: Tensor, slope: float, grad_scores: Tensor, *, both: bool
 ) -> tuple[Tensor, Tensor]:
     of_rows = torch.empty_like(target, memory_format=torch.contiguous_format)
-    (grad_target, grad_attention), fold = _by_row(csr, of_rows, of_rows.clone())
+    (grad_target, grad_attention), fold = _by_row(csr, of_rows, torch.empty_like(of_rows) if both else of_rows[:0])
     tile = _Tile.of_heads(source, grad_scores.shape[1])
     parts = (source, target, attention, grad_scores, grad_target, grad_attention if both else None)
     _launch("gatv2_grad", tile, csr, *parts, slope=slope)
@@ -153,10 +153,12 @@ def gat(
     csr: CSR, x: Tensor, source: Tensor, target: Tensor, slope: float, graded: bool, onto: tuple[Tensor, ...] = ()
 ) -> tuple[Tensor, ...]:
     rows, heads = target.shape
+    weighs = graded or _pieces(csr) is not None  # pieces are weighed by their facts
     of_rows = x.new_empty(rows, x.shape[1])
-    (out, above, facts), fold = _by_row(csr, of_rows, of_rows.clone(), x.new_empty(rows, heads, 3))
-    graded_too = graded or fold is not None  # pieces are weighed by their facts
-    rest = (above, facts) if graded_too else (None, None)
+    (out, above, facts), fold = _by_row(
+        csr, of_rows, torch.empty_like(of_rows) if weighs else of_rows[:0], x.new_empty(rows if weighs else 0, heads, 3)
+    )
+    rest = (above, facts) if weighs else (None, None)
     _launch("gat", _Tile.of_heads(x, heads), csr, x, source, target, out, *rest, slope=slope)
     if fold is not None:
         out, above, facts = _softmaxes_of(fold, out, above, facts)
