@@ -48,7 +48,7 @@ class Communicator(Transport):
             ``group`` has all ranks.
         local_rank: Number of this rank among those of its host, by which it takes a GPU; its rank by default.
         device: Device of the rows, by which a group such as ``cpu:gloo,cuda:nccl`` is asked for its backend; by default
-            a GPU if this process has used one.
+            a GPU.
 
     Attributes:
         rank: This rank.

@@ -17,7 +17,7 @@ from pygdist.comm.meter import TrafficMeter
 _OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers"
 
-#: Size of DDP's buckets, in MiB, that holds all gradients of any model.
+#: Size of DDP's buckets, in MiB, by which gradients of one dtype are in one bucket.
 ONE_BUCKET_MB = 1 << 30
 
 _ONE_BUCKET, _MOST_SENT = 1 << 20, 1 << 23  # bytes of gradients, and that a rank sends of them
@@ -67,10 +67,9 @@ def sum_in_one_round(model: DistributedDataParallel, communicator: Communicator)
 def sum_behind_exchanges(model: DistributedDataParallel, communicator: Communicator) -> None:
     """Let gradients be summed by the process group of exchanges; every rank makes the call.
 
-    Two groups of nccl on one GPU may wait for each other for ever if ranks begin their sums and exchanges in another
-    order, or a GPU has no room for both. In one group they run one after the other, in the order of their calls. It is
-    equal on all ranks if the gradients are in one bucket (:data:`ONE_BUCKET_MB`): it is summed when all of them are
-    known, after every exchange of the backward pass, as each of these leads to some gradient.
+    Sums and exchanges in two groups of nccl on one GPU may wait for each other for ever. In one group they run in the
+    order of their calls, which must be equal on all ranks. One bucket (:data:`ONE_BUCKET_MB`) ensures that: it is
+    summed when the last gradient is known, behind the exchanges of the backward pass that lead to gradients.
 
     Args:
         model: The model.

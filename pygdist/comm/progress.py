@@ -57,7 +57,7 @@ class DeviceProgress:
     def oldest(self) -> tuple[Place, float] | None:
         """Return the place of the oldest exchange that is not over, and the seconds for which it has been the oldest.
 
-        ``None`` if the GPU has made all.
+        The GPU may compute in these, before it comes to the exchange. ``None`` if it has made all.
         """
         with self._lock:
             self._drop()

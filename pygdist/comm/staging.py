@@ -27,4 +27,5 @@ class HostCopy:
 
 def landing(rows: Tensor) -> Tensor:
     """Return uninitialised memory of the host of the shape and type of ``rows``."""
-    return torch.empty(rows.shape, dtype=rows.dtype)
+    with torch.inference_mode(False):  # another thread fills it, which is in no such mode
+        return torch.empty(rows.shape, dtype=rows.dtype)

@@ -29,7 +29,7 @@ from pygdist.comm.recorder import Recorder
 from pygdist.comm.watchdog import Watchdog
 from pygdist.errors import InputError, UnequalRanksError
 
-#: Seconds that nccl gives exchanges on top: it ends the process without a word, and the watchdog says why.
+#: Seconds added to nccl's own timeout, so that the watchdog, which can say why, acts first.
 NCCL_GRACE_S = 120.0
 
 _LABEL_BYTES = 128
@@ -74,10 +74,13 @@ class Transport:
         self._apart: list[Transport] = []  # of the same ranks, closed with this one
         self._users: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._rows_on = device
-        on_gpu = torch.cuda.is_initialized() if device is None else device.type == "cuda"
+        on_gpu = device is None or device.type == "cuda"
         self.is_nccl = group is not None and _backend_of(group, on_gpu=on_gpu) == "nccl"
         # with its number: another thread has another current GPU
-        self._gpu = torch.device("cuda", torch.cuda.current_device()) if self.is_nccl else None
+        self._gpu: torch.device | None = None
+        if self.is_nccl:
+            number = None if device is None else device.index
+            self._gpu = torch.device("cuda", torch.cuda.current_device() if number is None else number)
         if group is not None and self.is_nccl:
             # nccl wants every rank in the first call of a group; later pairs may then involve any two
             dist.all_reduce(torch.zeros(1, device=self._gpu), group=group)

@@ -364,7 +364,8 @@ class Watchdog:
             return found
         if (on_gpu := self._progress.oldest()) is not None and on_gpu[1] > self.limit_s:
             others = "; ".join(report.described(rank) for rank, report in reports.items() if rank != self.rank)
-            return f"rank {self.rank} has waited {on_gpu[1]:.0f} s in {on_gpu[0]} on its GPU; {others}"
+            here = f"{on_gpu[0]} has not ended on the GPU of rank {self.rank} for {on_gpu[1]:.0f} s"
+            return f"{here} (what it computes before included); {others}"
         reports[self.rank] = self._report
         return deadlock(self.rank, reports, soon_s=3 * self.beat_s, patience_s=0.75 * self.lost_after_s)
 

@@ -20,12 +20,15 @@ _BUFFERS, _BUFFER_BYTES = 4, 1 << 23  # in each direction
 
 
 def uploaded(x: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device, its own or another; the host does not wait for a GPU to which it is copied."""
+    """Return a tensor on a device, its own or another, without gradient.
+
+    The host waits for a free buffer alone: of more than 32 MiB, until the first parts are copied.
+    """
     return _ring(device).upload(x) if x.device.type == "cpu" and device.type == "cuda" else x.to(device)
 
 
 def upload(x: Tensor, out: Tensor) -> None:
-    """Copy a tensor of the host into contiguous memory of its shape and type on a GPU; the host does not wait."""
+    """Copy a tensor of the host into contiguous memory of its shape and type on a GPU, behind what uses it there."""
     _ring(out.device).upload(x, out)
 
 
@@ -53,7 +56,8 @@ class _Buffer:
     """A page-locked buffer: the last copy from or to it, and where its bytes go on the host."""
 
     def __init__(self) -> None:
-        self.memory = torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
+        with torch.inference_mode(False):  # training uses what an evaluation may have made first
+            self.memory = torch.empty(_BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
         self.copied = torch.cuda.Event()
         self.goes_to: Tensor | None = None
 
@@ -80,6 +84,7 @@ class Ring:
         with self._going_up, torch.cuda.device(self._device):
             current = torch.cuda.current_stream(self._device)
             if out is not None:
+                assert out.is_contiguous(), "else a copy of it would be filled"
                 self._stream.wait_stream(current)  # which may still use its memory
             with torch.cuda.stream(self._stream):
                 there = torch.empty(x.shape, dtype=x.dtype, device=self._device) if out is None else out
@@ -96,6 +101,7 @@ class Ring:
         """Copy a tensor that the current stream makes into memory of the host."""
         with self._going_down, torch.cuda.device(self._device):
             current = torch.cuda.current_stream(self._device)
+            assert out.is_contiguous(), "else a copy of it would be filled"
             for piece, place in zip(_pieces(x), _pieces(out), strict=True):
                 buffer = next(self._turns_down)
                 buffer.settle()

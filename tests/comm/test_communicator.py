@@ -383,7 +383,7 @@ def test_groups_of_neighbours_exchange_and_are_named_by_all_ranks(pool: RankPool
         ("cpu:gloo,cuda:gloo", "cuda", False),
         ("cpu:gloo,cuda:nccl", "cuda", True),
         ("cpu:gloo,cuda:nccl", "cpu", False),
-        ("cpu:gloo,cuda:nccl", None, False),  # this process has used no GPU
+        ("cpu:gloo,cuda:nccl", None, True),
         ("cuda:nccl", "cuda", True),
         ("cpu:gloo", "cpu", False),
     ],

@@ -179,7 +179,8 @@ def test_a_gpu_that_waits_too_long_is_a_loss() -> None:
     assert found.heard.wait(20)
     for watchdog in ranks:
         watchdog.close()
-    assert "s in epoch 3, exchange 1 (rows) on its GPU; rank 1" in found[0]
+    assert "epoch 3, exchange 1 (rows) has not ended on the GPU of rank 0" in found[0]
+    assert "; rank 1 " in found[0]
 
 
 def test_a_signal_on_one_rank_is_heard_of_on_all(caplog: pytest.LogCaptureFixture) -> None:

@@ -28,7 +28,7 @@ class InEdges:
         ends: Number of leading rows that can be computed after 1, 2, ... hops; by default all, after any.
         key: Seed of this batch's dropout; equal on all ranks. It follows from ``batch_seed``, the epoch and the seeds.
         scores: Scores of nodes, summed over ranks, as :attr:`Cut.scores` returns them.
-        is_compact: Columns are places among the nodes of edges and rows, rows first, as :meth:`compact` numbers them.
+        is_compact: Columns number the nodes of this block: first its rows, then the other sources.
     """
 
     csr: CSR
