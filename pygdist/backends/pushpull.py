@@ -142,6 +142,12 @@ class PushPullBackend(SampledBackend):
             )
         feature_parts = num_ranks if self.first_weights == "sharded" else feature_parts
         sizes = group_sizes(shard, num_ranks, feature_parts, self.topology_parts, self.cache_gib, edge_bytes)
+        if self.communicator.is_nccl and (self.pipeline > 1 or sizes.features < num_ranks):
+            raise InputError(
+                "backend 'pushpull': with pipeline=3, or feature_parts below the number of ranks, rows and gradients "
+                "travel at once in two groups of nccl, which may wait for each other for ever; set the strategy's "
+                "process_group_backend=gloo (--trainer.strategy.process_group_backend=gloo)"
+            )
         log.info("groups of %d ranks hold all columns, groups of %d all in-edges", sizes.features, sizes.topology)
         aside, topology = self.beside(shard, model, sizes.topology)
         group, layer_group = aside, self.communicator

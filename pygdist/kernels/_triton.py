@@ -65,6 +65,9 @@ def spmm(csr: CSR, x: Tensor, weight: Tensor | None, op: str, reduce: str) -> Te
 
 
 def spmm_into(out: Tensor, csr: CSR, x: Tensor, weight: Tensor | None, *, onto: bool) -> None:
+    if not out.is_contiguous():  # a kernel would write into a copy
+        _torch.spmm_into(out, csr, x, weight, onto=onto)
+        return
     _sum(out, csr, x, weight, "copy" if weight is None else "mul", onto=onto)
 
 
@@ -297,17 +300,17 @@ class _Tile:
 
     @classmethod
     def of_values(cls, x: Tensor, heads: int) -> _Tile:
-        """For a kernel to which channels do not matter: a program may take some of them."""
+        """Return the tile of a kernel that treats channels alike, so that a program may take some of them."""
         return cls._of(x, heads, x.shape[1:].numel() // heads, splits=True)
 
     @classmethod
     def of_heads(cls, x: Tensor, heads: int) -> _Tile:
-        """For a kernel that sums over the channels of a head: a program takes them all."""
+        """Return the tile of a kernel that sums over the channels of a head, so that a program takes them all."""
         return cls._of(x, heads, x.shape[1] // heads, splits=False)
 
     @classmethod
     def of_scalars(cls, values: Tensor) -> _Tile:
-        """For numbers by edge and head."""
+        """Return the tile of a kernel that reads numbers by edge and head."""
         return cls._of(values, values.shape[1], 1, splits=False)
 
     @classmethod

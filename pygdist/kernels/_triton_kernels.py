@@ -400,19 +400,19 @@ def gat_grad(
     piece, row, start, end = _row(indptr, rows)
     head, has_head, value, has_value = _features(H, C, HEADS, CHANNELS)
     at = row * H * C + value
-    own = tl.load(x + at, mask=has_value, other=0).to(REAL)
-    own_score = tl.load(source + row * H + head, mask=has_head, other=0).to(REAL)
+    source_row = tl.load(x + at, mask=has_value, other=0).to(REAL)
+    source_score = tl.load(source + row * H + head, mask=has_head, other=0).to(REAL)
     of_x, of_source = tl.zeros([HEADS, CHANNELS], dtype=REAL), tl.zeros([HEADS], dtype=REAL)
     for first in range(start, end, EDGES):
         column, place, inside = _entries(first, end, index, perm, EDGES)
         upstream = _rows(grad, column, H * C, value, inside, has_value, REAL)
         mask = inside[:, None] & has_head[None, :]
         fact = ends + (head.to(tl.int64)[None, :] * num_targets + column[:, None]) * 4
-        score = own_score[None, :] + tl.load(fact, mask=mask, other=0).to(REAL)
+        score = source_score[None, :] + tl.load(fact, mask=mask, other=0).to(REAL)
         shift, scale = tl.load(fact + 1, mask=mask, other=0), tl.load(fact + 2, mask=mask, other=0)
         alpha = tl.where(mask, tl.exp(_leaky(score, slope) - shift.to(REAL)) * scale.to(REAL), 0.0)
         dot = tl.load(fact + 3, mask=mask, other=0).to(REAL)
-        gradient = alpha * (tl.sum(upstream * own[None, :, :], axis=2) - dot)
+        gradient = alpha * (tl.sum(upstream * source_row[None, :, :], axis=2) - dot)
         of_x += tl.sum(upstream * alpha[:, :, None], axis=0)
         of_source += tl.sum(tl.where(score > 0, gradient, gradient * slope), axis=0)
     tl.store(grad_x + piece * H * C + value, of_x.to(grad_x.dtype.element_ty), mask=has_value)

@@ -95,8 +95,8 @@ def spmm(
 
 def _read_dtype(x: Tensor, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which a kernel reads rows: as they are, or float32 for those that it does not know."""
-    known = dtype == torch.bfloat16 or (dtype == torch.float16 and x.is_cuda)
-    return dtype if known else torch.promote_types(dtype, torch.float32)
+    reads_halves = dtype == torch.bfloat16 or (dtype == torch.float16 and x.is_cuda)
+    return dtype if reads_halves else torch.promote_types(dtype, torch.float32)
 
 
 def _edge_values(

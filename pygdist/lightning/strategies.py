@@ -387,7 +387,7 @@ class GraphDDPStrategy(DDPStrategy):
         told, watchdog = refusal_of(error) or error, self._watchdog
         if self._communicator is not None and self._communicator.is_nccl:
             log.error("rank %d: %s: %s", self.global_rank, type(told).__name__, told)  # ending nccl may take long
-        self._close(f"{type(told).__name__}: {told}")
+        self._close(f"{type(told).__name__}: {told}", failed=not _of_all_ranks(told))
         if watchdog is not None and isinstance(told, InputError) and told.of_one_rank:
             break_groups()  # the others find out now, and ask the store for the reason
             if hosts_store() and self.cluster_environment.creates_processes_externally:  # type: ignore[union-attr]
@@ -428,8 +428,8 @@ class GraphDDPStrategy(DDPStrategy):
         epoch = 0 if self._communicator is None else self._communicator.epoch  # a rank may be lost earlier
         return f"rank {self.global_rank}, epoch {epoch}"
 
-    def _close(self, farewell: str) -> None:
-        """Tell the other ranks that this one leaves, and why."""
+    def _close(self, farewell: str, *, failed: bool = True) -> None:
+        """Tell the other ranks that this one leaves, and why; ``failed`` unless all leave alike."""
         signals.listen(None)
         if not (signals.received() or signals.in_command()):
             signals.uninstall()
@@ -440,11 +440,11 @@ class GraphDDPStrategy(DDPStrategy):
             watchdog.on_lost = leave
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
-            communicator.close(failed=farewell != FINISHED)
+            communicator.close(failed=failed)
 
     @override
     def teardown(self) -> None:
-        self._close(FINISHED)
+        self._close(FINISHED, failed=False)
         signals.forget_siblings()
         super().teardown()
         if not signals.in_command():

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from torch_geometric import nn
 
 from pygdist import GraphDataModule, InputError, NodeClassifier
+from pygdist.backends import PushPullBackend, pushpull
+from pygdist.backends.sampling.copies import GroupSizes
 from pygdist.sampler import NeighborBatches
 from pygdist.testing import RankPool
 from tests.backends.pushpull_runs import narrow
@@ -249,3 +253,19 @@ def test_models_that_are_not_cut_are_refused_on_all_ranks(name: str, pool: RankP
     for text in pool.run(_refused, 2, str(tmp_path), name):
         assert REFUSED[name][1] in text
         assert "use backend pull" in text or name in NO_PULL
+
+
+def test_two_groups_of_nccl_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    classifier = NodeClassifier(runs.model(), backend=PushPullBackend(pipeline=3))
+
+    def sizes_over_nccl(*args: Any) -> GroupSizes:
+        monkeypatch.setattr(classifier.backend.communicator, "is_nccl", True)
+        return GroupSizes(features=1, topology=1)
+
+    monkeypatch.setattr(pushpull, "group_sizes", sizes_over_nccl)
+    data = GraphDataModule(
+        runs.graph(), partitioner="hash", batches=NeighborBatches(FAN_OUT, batch_size=13), cache_dir=tmp_path
+    )
+    trainer = runs.trainer(0, 1, str(tmp_path), plugins=[LightningEnvironment()])
+    with pytest.raises(InputError, match=r"two groups of nccl.*process_group_backend=gloo"):
+        trainer.fit(classifier, datamodule=data)
