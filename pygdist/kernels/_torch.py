@@ -99,8 +99,7 @@ def extremum_value_grad(csr: CSR, x: Tensor, weight: Tensor, op: str, out: Tenso
 def sddmm(csr: CSR, x: Tensor, y: Tensor, heads: int) -> Tensor:
     """Compute the dot product of source and destination row for each entry and head."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    fits = 0 < csr.num_entries <= csr.num_rows * csr.num_cols  # torch refuses more entries than a dense matrix has
-    if heads == 1 and x.is_cuda and x.dtype == dtype and x.shape[1] and fits:
+    if heads == 1 and x.is_cuda and x.dtype == dtype and x.shape[1] and csr.num_entries and fits(csr):
         sampled = torch.sparse.sampled_addmm(_ones(csr, dtype), y.contiguous(), x.contiguous().t(), beta=0)
         return _at_positions(csr, sampled.values().unsqueeze(1))
     row = _row_index(csr)
@@ -288,7 +287,18 @@ def _additive(csr: CSR, row: Tensor, source: Tensor | None, target: Tensor | Non
     return torch.stack(parts).sum(dim=0) if len(parts) > 1 else parts[0]
 
 
+def fits(csr: CSR) -> bool:
+    """Return true unless there are more entries than a dense matrix has, which cuSPARSE refuses."""
+    return csr.num_entries <= csr.num_rows * csr.num_cols
+
+
 def _product(csr: CSR, x: Tensor, values: Tensor | None) -> Tensor:
+    if x.is_cuda and not fits(csr):
+        row, out = _row_index(csr), x.new_zeros(csr.num_rows, x.shape[1])
+        for block in _blocks(csr, x.shape[1]):
+            messages = x.index_select(0, csr.index[block])
+            out.index_add_(0, row[block], messages if values is None else messages * values[block].unsqueeze(-1))
+        return out
     matrix = _ones(csr, x.dtype) if values is None else _matrix(csr, values)
     return matrix @ x.contiguous()  # on the CPU, torch reads strided tensors as if they were contiguous
 

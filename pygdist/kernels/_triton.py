@@ -28,11 +28,15 @@ __all__ = [
     "gat_grad", "gatv2_grad", "gatv2_scores", "sddmm", "share_ties", "spmm", "spmm_into", "sum_edges",
 ]  # fmt: skip
 
-_TILE = 2048  # values that one program holds at a time
-_ROW = 512  # of these, of one row
+# Sizes that were fastest on an H200, of 512 to 2048 values, 1 to 4 warps and rows cut at 256 to 4096 entries. One warp
+# reads a few rows at a time: several would wait for each other after each tile to add up what they read.
+_TILE = 1024  # values that one program holds at a time
+_BY_HEAD = 512  # with several heads, or where the channels of a head are summed
+_WARP = 1024  # values of a warp
+_ROW = 512  # values of a tile that are of one row
 _ENTRIES = 64
 #: Entries of a row from which it is cut, if the matrix has :data:`MANY` entries: the host waits to see its longest row.
-LONG, MANY = 4096, 1 << 18
+LONG, MANY = 512, 1 << 18
 
 
 @functools.cache
@@ -57,7 +61,7 @@ def works(number: int) -> bool:
 
 def spmm(csr: CSR, x: Tensor, weight: Tensor | None, op: str, reduce: str) -> Tensor:
     whole = x.dtype in (torch.float32, torch.float64) and (weight is None or weight.shape[1] == 1)
-    if whole and op != "add" and not torch.are_deterministic_algorithms_enabled():
+    if whole and _torch.fits(csr) and op != "add" and not torch.are_deterministic_algorithms_enabled():
         return _torch.spmm(csr, x, weight, op, reduce)
     out = x.new_empty(csr.num_rows, x.shape[1])
     _sum(out, csr, x, weight, op)
@@ -72,99 +76,110 @@ def spmm_into(out: Tensor, csr: CSR, x: Tensor, weight: Tensor | None, *, onto: 
 
 
 def extremum(csr: CSR, x: Tensor, weight: Tensor | None, op: str, reduce: str, places: Tensor) -> tuple[Tensor, Tensor]:
+    matrix = _cut(csr)
     sign = 1 if reduce == "max" else -1
-    (out,), fold = _by_row(csr, x.new_empty(csr.num_rows, x.shape[1]))
-    _launch("extremum", _Tile.of_values(x, _heads(weight)), csr, x, weight, out, OP=op, SIGN=sign)
+    (out,), fold = matrix.by_row(x.new_empty(csr.num_rows, x.shape[1]))
+    _launch("extremum", _Tile.of_values(x, _heads(weight)), matrix, x, weight, out, OP=op, SIGN=sign)
     return (out if fold is None else _largest(fold, out, sign)), places
 
 
 def share_ties(csr: CSR, x: Tensor, weight: Tensor | None, op: str, out: Tensor, grad_out: Tensor) -> Tensor:
-    (count,), fold = _by_row(csr, torch.empty_like(out, memory_format=torch.contiguous_format))
-    _launch("count_ties", _Tile.of_values(x, _heads(weight)), csr, x, weight, out, count, OP=op)
+    matrix = _cut(csr)
+    (count,), fold = matrix.by_row(torch.empty_like(out, memory_format=torch.contiguous_format))
+    _launch("count_ties", _Tile.of_values(x, _heads(weight)), matrix, x, weight, out, count, OP=op)
     # scatter_reduce starts from zeros and counts them as attaining an extremum of 0; PyG's gradients have that share
     return grad_out / (_added(fold, count) + (out == 0))
 
 
 def extremum_grad(transposed: CSR, x: Tensor, weight: Tensor | None, op: str, out: Tensor, share: Tensor) -> Tensor:
-    (grad_x,), fold = _by_row(transposed, torch.empty_like(x, memory_format=torch.contiguous_format))
+    matrix = _cut(transposed)
+    (grad_x,), fold = matrix.by_row(torch.empty_like(x, memory_format=torch.contiguous_format))
     tile = _Tile.of_values(x, _heads(weight))
-    _launch("extremum_grad", tile, transposed, x, weight, out, share, grad_x, OP=op)
+    _launch("extremum_grad", tile, matrix, x, weight, out, share, grad_x, OP=op)
     return _added(fold, grad_x)
 
 
 def extremum_value_grad(csr: CSR, x: Tensor, weight: Tensor, op: str, out: Tensor, share: Tensor) -> Tensor:
+    matrix = _cut(csr)
     grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
     tile = _Tile.of_heads(x, weight.shape[1])
-    _launch("extremum_value_grad", tile, csr, x, weight, out, share, grad_weight, OP=op)
+    _launch("extremum_value_grad", tile, matrix, x, weight, out, share, grad_weight, OP=op)
     return grad_weight
 
 
 def sddmm(csr: CSR, x: Tensor, y: Tensor, heads: int) -> Tensor:
+    matrix = _cut(csr)
     if heads == 1 and x.dtype in (torch.float32, torch.float64):
         return _torch.sddmm(csr, x, y, heads)
     out = x.new_empty(csr.num_entries, heads, dtype=torch.promote_types(x.dtype, torch.float32))
-    _launch("sddmm", _Tile.of_heads(x, heads), csr, x, y, out)
+    _launch("sddmm", _Tile.of_heads(x, heads), matrix, x, y, out)
     return out
 
 
 def edge_softmax(csr: CSR, source: Tensor | None, target: Tensor | None, edge: Tensor | None, slope: float) -> Tensor:
+    matrix = _cut(csr)
     like = next(part for part in (edge, source, target) if part is not None)
     alpha, of_rows = like.new_empty(csr.num_entries, like.shape[1]), like.new_empty(csr.num_rows, like.shape[1])
-    (largest, total), fold = _by_row(csr, of_rows, torch.empty_like(of_rows))
+    (largest, total), fold = matrix.by_row(of_rows, torch.empty_like(of_rows))
     tile = _Tile.of_scalars(like)
-    _launch("score_sums", tile, csr, source, target, edge, largest, total, slope=slope)
+    _launch("score_sums", tile, matrix, source, target, edge, largest, total, slope=slope)
     if fold is not None:
         shift, of_pieces = _largest(fold, largest), largest
         largest, total = shift, _added(fold, total * _shrunk(of_pieces, shift, fold))
-    _launch("edge_softmax", tile, csr, source, target, edge, largest, total, alpha, slope=slope)
+    _launch("edge_softmax", tile, matrix, source, target, edge, largest, total, alpha, slope=slope)
     return alpha
 
 
 def edge_softmax_grad(
     csr: CSR, source: Tensor | None, target: Tensor | None, edge: Tensor | None, slope: float, out: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor]:
+    matrix = _cut(csr)
     tile, by_entry, of_rows = _Tile.of_scalars(out), torch.empty_like(out), out.new_empty(csr.num_rows, out.shape[1])
-    (dot, by_row), fold = _by_row(csr, of_rows, torch.empty_like(of_rows))
-    _launch("sum_products", tile, csr, out, grad, dot)
+    (dot, by_row), fold = matrix.by_row(of_rows, torch.empty_like(of_rows))
+    _launch("sum_products", tile, matrix, out, grad, dot)
     dot = _added(fold, dot)
-    _launch("edge_softmax_grad", tile, csr, source, target, edge, out, grad, dot, by_entry, by_row, slope=slope)
+    _launch("edge_softmax_grad", tile, matrix, source, target, edge, out, grad, dot, by_entry, by_row, slope=slope)
     return by_entry, _added(fold, by_row)
 
 
 def sum_edges(csr: CSR, values: Tensor) -> Tensor:
-    (out,), fold = _by_row(csr, values.new_empty(csr.num_rows, values.shape[1]))
-    _launch("sum_edges", _Tile.of_scalars(values), csr, values, out)
+    matrix = _cut(csr)
+    (out,), fold = matrix.by_row(values.new_empty(csr.num_rows, values.shape[1]))
+    _launch("sum_edges", _Tile.of_scalars(values), matrix, values, out)
     return _added(fold, out)
 
 
 def gatv2_scores(csr: CSR, source: Tensor, target: Tensor, attention: Tensor, slope: float, heads: int) -> Tensor:
+    matrix = _cut(csr)
     scores = source.new_empty(csr.num_entries, heads)
-    _launch("gatv2_scores", _Tile.of_heads(source, heads), csr, source, target, attention, scores, slope=slope)
+    _launch("gatv2_scores", _Tile.of_heads(source, heads), matrix, source, target, attention, scores, slope=slope)
     return scores
 
 
 def gatv2_grad(
     csr: CSR, source: Tensor, target: Tensor, attention: Tensor, slope: float, grad_scores: Tensor, *, both: bool
 ) -> tuple[Tensor, Tensor]:
+    matrix = _cut(csr)
     of_rows = torch.empty_like(target, memory_format=torch.contiguous_format)
-    (grad_target, grad_attention), fold = _by_row(csr, of_rows, torch.empty_like(of_rows) if both else of_rows[:0])
+    (grad_target, grad_attention), fold = matrix.by_row(of_rows, torch.empty_like(of_rows) if both else of_rows[:0])
     tile = _Tile.of_heads(source, grad_scores.shape[1])
     parts = (source, target, attention, grad_scores, grad_target, grad_attention if both else None)
-    _launch("gatv2_grad", tile, csr, *parts, slope=slope)
+    _launch("gatv2_grad", tile, matrix, *parts, slope=slope)
     return _added(fold, grad_target), _added(fold, grad_attention) if both else target.new_empty(0, 0)
 
 
 def gat(
     csr: CSR, x: Tensor, source: Tensor, target: Tensor, slope: float, graded: bool, onto: tuple[Tensor, ...] = ()
 ) -> tuple[Tensor, ...]:
+    matrix = _cut(csr)
     rows, heads = target.shape
-    weighs = graded or _pieces(csr) is not None  # pieces are weighed by their facts
+    weighs = graded or matrix.pieces is not None  # pieces are weighed by their facts
     of_rows = x.new_empty(rows, x.shape[1])
-    (out, above, facts), fold = _by_row(
-        csr, of_rows, torch.empty_like(of_rows) if weighs else of_rows[:0], x.new_empty(rows if weighs else 0, heads, 3)
+    (out, above, facts), fold = matrix.by_row(
+        of_rows, torch.empty_like(of_rows) if weighs else of_rows[:0], x.new_empty(rows if weighs else 0, heads, 3)
     )
     rest = (above, facts) if weighs else (None, None)
-    _launch("gat", _Tile.of_heads(x, heads), csr, x, source, target, out, *rest, slope=slope)
+    _launch("gat", _Tile.of_heads(x, heads), matrix, x, source, target, out, *rest, slope=slope)
     if fold is not None:
         out, above, facts = _softmaxes_of(fold, out, above, facts)
     if not graded:
@@ -175,10 +190,11 @@ def gat(
 def gat_grad(
     transposed: CSR, x: Tensor, source: Tensor, slope: float, ends: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor]:
-    (grad_x, grad_source), fold = _by_row(transposed, x.new_empty(x.shape), source.new_empty(source.shape))
-    tile = _Tile.of_heads(x, source.shape[1])
+    matrix = _cut(transposed)
+    (grad_x, grad_source), fold = matrix.by_row(x.new_empty(x.shape), source.new_empty(source.shape))
+    tile = _Tile.of_heads(x, source.shape[1], fewest=4)  # fewer take longer: it reads six numbers by entry and head
     parts, sizes = (x, source, ends, grad, grad_x, grad_source), (ends.shape[1],)
-    _launch("gat_grad", tile, transposed, *parts, sizes=sizes, slope=slope)
+    _launch("gat_grad", tile, matrix, *parts, sizes=sizes, slope=slope)
     return _added(fold, grad_x), _added(fold, grad_source)
 
 
@@ -200,12 +216,26 @@ class _Pieces:
     fold: CSR
 
 
+@dataclass(frozen=True)
+class _Matrix:
+    """A matrix, and the pieces of its rows; ``None`` if no row is long."""
+
+    csr: CSR
+    pieces: _Pieces | None
+
+    def by_row(self, *likes: Tensor) -> tuple[list[Tensor], CSR | None]:
+        """Return memory for results by row, or by piece if rows are cut; then also the matrix that folds these."""
+        if self.pieces is None:
+            return list(likes), None
+        return [one.new_empty(self.pieces.row.numel(), *one.shape[1:]) for one in likes], self.pieces.fold
+
+
+def _cut(csr: CSR) -> _Matrix:
+    long = csr.num_entries >= MANY
+    return _Matrix(csr, kept(csr, ("pieces", LONG), lambda: _pieces(csr)) if long else None)
+
+
 def _pieces(csr: CSR) -> _Pieces | None:
-    """Return the pieces of a matrix's rows; ``None`` if no row is long."""
-    return kept(csr, ("pieces", LONG), lambda: _cut(csr)) if csr.num_entries >= MANY else None
-
-
-def _cut(csr: CSR) -> _Pieces | None:
     lengths = csr.indptr.diff()
     if int(lengths.max()) <= LONG:
         return None
@@ -218,19 +248,13 @@ def _cut(csr: CSR) -> _Pieces | None:
     return _Pieces(torch.cat([starts, csr.indptr[-1:]]), row.to(index), CSR(ends, index, number))
 
 
-def _by_row(csr: CSR, *likes: Tensor) -> tuple[list[Tensor], CSR | None]:
-    """Return memory for results by row, or by piece if rows are cut; then also the matrix that folds these."""
-    if (pieces := _pieces(csr)) is None:
-        return list(likes), None
-    return [one.new_empty(pieces.row.numel(), *one.shape[1:]) for one in likes], pieces.fold
-
-
 def _sum(out: Tensor, csr: CSR, x: Tensor, weight: Tensor | None, op: str, *, onto: bool = False) -> None:
-    (sums,), fold = _by_row(csr, out)
+    matrix = _cut(csr)
+    (sums,), fold = matrix.by_row(out)
     if fold is not None:
-        sums = sums.to(torch.promote_types(sums.dtype, torch.float32))
+        sums = torch.empty_like(sums, dtype=torch.promote_types(sums.dtype, torch.float32))
     alone = onto and fold is None
-    _launch("spmm", _Tile.of_values(x, _heads(weight)), csr, x, weight, sums, OP=op, ONTO=alone)
+    _launch("spmm", _Tile.of_values(x, _heads(weight)), matrix, x, weight, sums, OP=op, ONTO=alone)
     if fold is not None:
         _sum(out, fold, sums, None, "copy", onto=onto)
 
@@ -246,8 +270,9 @@ def _added(fold: CSR | None, of_pieces: Tensor) -> Tensor:
 
 def _largest(fold: CSR, of_pieces: Tensor, sign: int = 1) -> Tensor:
     """Return the largest result of the pieces of each row; the smallest with ``sign`` -1."""
-    (out,), again = _by_row(fold, of_pieces.new_empty(fold.num_rows, of_pieces.shape[1]))
-    _launch("extremum", _Tile.of_values(of_pieces, 1), fold, of_pieces, None, out, OP="copy", SIGN=sign)
+    matrix = _cut(fold)
+    (out,), again = matrix.by_row(of_pieces.new_empty(fold.num_rows, of_pieces.shape[1]))
+    _launch("extremum", _Tile.of_values(of_pieces, 1), matrix, of_pieces, None, out, OP="copy", SIGN=sign)
     return out if again is None else _largest(again, out, sign)
 
 
@@ -291,7 +316,7 @@ class _Tile:
     Attributes:
         across: Number of programs by heads and channels.
         sizes: Number of heads, and of channels of each.
-        constants: Entries, heads and channels of a tile, and the dtype of sums.
+        constants: Entries, heads and channels of a tile, the dtype of sums, and the warps of a program.
     """
 
     across: tuple[int, int]
@@ -301,27 +326,32 @@ class _Tile:
     @classmethod
     def of_values(cls, x: Tensor, heads: int) -> _Tile:
         """Return the tile of a kernel that treats channels alike, so that a program may take some of them."""
-        return cls._of(x, heads, x.shape[1:].numel() // heads, splits=True)
+        values = _TILE if heads == 1 else _BY_HEAD
+        return cls._of(x, heads, x.shape[1:].numel() // heads, values, splits=True)
 
     @classmethod
-    def of_heads(cls, x: Tensor, heads: int) -> _Tile:
-        """Return the tile of a kernel that sums over the channels of a head, so that a program takes them all."""
-        return cls._of(x, heads, x.shape[1] // heads, splits=False)
+    def of_heads(cls, x: Tensor, heads: int, *, fewest: int = 1) -> _Tile:
+        """Return the tile of a kernel that sums over the channels of a head, so that a program takes them all.
+
+        It has a tile of at least ``fewest`` entries.
+        """
+        return cls._of(x, heads, x.shape[1] // heads, _BY_HEAD, fewest, splits=False)
 
     @classmethod
     def of_scalars(cls, values: Tensor) -> _Tile:
         """Return the tile of a kernel that reads numbers by edge and head."""
-        return cls._of(values, values.shape[1], 1, splits=False)
+        return cls._of(values, values.shape[1], 1, _BY_HEAD, splits=False)
 
     @classmethod
-    def _of(cls, x: Tensor, heads: int, channels: int, *, splits: bool) -> _Tile:
+    def _of(cls, x: Tensor, heads: int, channels: int, values: int, fewest: int = 1, *, splits: bool) -> _Tile:
         wide = _power_of_2(channels)
         wide = min(wide, _ROW) if splits else wide
         high = max(min(_power_of_2(heads), _ROW // wide), 1)
-        entries = min(max(_TILE // (wide * high), 1), _ENTRIES)
+        entries = min(max(values // (wide * high), fewest), _ENTRIES)
+        warps = min(max(entries * wide * high // _WARP, 1), 8)
         along = -(-channels // wide) if splits else 1
         real = "float64" if x.dtype == torch.float64 else "float32"
-        constants = {"EDGES": entries, "HEADS": high, "CHANNELS": wide, "REAL": real}
+        constants = {"EDGES": entries, "HEADS": high, "CHANNELS": wide, "REAL": real, "num_warps": warps}
         return cls((-(-heads // high), along), (heads, channels), constants)
 
 
@@ -330,13 +360,13 @@ def _power_of_2(number: int) -> int:
 
 
 def _launch(
-    name: str, tile: _Tile, csr: CSR, *args: Tensor | None, sizes: tuple[int, ...] = (), **constants: Any
+    name: str, tile: _Tile, matrix: _Matrix, *args: Tensor | None, sizes: tuple[int, ...] = (), **constants: Any
 ) -> None:
     """Run a kernel. Results among the arguments, which are contiguous, are written in place.
 
     The slope is a constant: Triton rounds other numbers to float32, also where rows are float64.
     """
-    pieces = _pieces(csr)
+    csr, pieces = matrix.csr, matrix.pieces
     indptr, rows = (csr.indptr, None) if pieces is None else (pieces.indptr, pieces.row)
     grid = (indptr.numel() - 1, *tile.across)
     if 0 in grid:

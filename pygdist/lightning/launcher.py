@@ -41,6 +41,7 @@ from typing_extensions import override
 from pygdist.comm.places import is_stopped, machine
 from pygdist.errors import InputError, LostRankError, SignalError
 from pygdist.lightning.meeting import described, forget_own_port, host
+from pygdist.memory.gpus import driver_runs
 from pygdist.memory.limits import refusal_of
 from pygdist.signals import PARENT, exit_now, held, name_of, postpone_end, signal_of
 
@@ -116,7 +117,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
         It is Lightning's ``launch``, but for the wait: there torch sends SIGTERM to all ranks as soon as one has ended,
         and they would tell of that.
         """
-        (_check_missing_main_guard if self._start_method == "spawn" else _check_bad_cuda_fork)()
+        _check_missing_main_guard() if self._start_method == "spawn" else self._check_gpus()
         fits = trainer is not None and trainer.state.fn == TrainerFn.FITTING
         if self._already_fit and fits:
             raise NotImplementedError(
@@ -141,6 +142,17 @@ class ProcessLauncher(_MultiProcessingLauncher):
         self._already_fit |= fits
         self._recover_results_in_main_process(result, trainer)
         return result.trainer_results
+
+    def _check_gpus(self) -> None:
+        """Refuse to fork ranks that cannot use their GPUs."""
+        _check_bad_cuda_fork()
+        devices: list[torch.device] = self._strategy.parallel_devices or []
+        if any(one.type == "cuda" for one in devices) and (self._start_method == "forkserver" or driver_runs()):
+            raise InputError(
+                f"ranks that are forked ('{self._start_method}') cannot use GPUs: importing torch_geometric has "
+                "started CUDA's driver in the process that forks them. Use strategy 'graph_ddp' in a script, or "
+                "'graph_ddp_spawn', or accelerator='cpu'"
+            )
 
     def _await_end(self, context: ProcessContext) -> None:
         """Wait until all ranks have ended; once one has failed, the others have some time to end by themselves.

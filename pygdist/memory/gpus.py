@@ -1,7 +1,8 @@
-"""Memory of GPUs, which several ranks may share."""
+"""Memory of GPUs, which several ranks may share, and their driver."""
 
 from __future__ import annotations
 
+import ctypes
 import zlib
 
 import torch
@@ -16,3 +17,17 @@ def free_bytes(device: torch.device) -> int:
 def number_of(device: torch.device) -> float:
     """Return a number by which ranks tell whether they share a GPU; the same on each of its ranks."""
     return float(zlib.crc32(str(torch.cuda.get_device_properties(device).uuid).encode()))
+
+
+def driver_runs() -> bool:
+    """Return true if this process has started CUDA's driver: then processes that it forks cannot use GPUs.
+
+    ``torch.cuda.is_initialized`` does not tell: importing PyG without torch_sparse compiles TorchScript, for which
+    torch starts the driver.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    not_started = 3  # CUDA_ERROR_NOT_INITIALIZED
+    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != not_started)

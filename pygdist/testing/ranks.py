@@ -1,7 +1,7 @@
 """Real ranks for tests: one process each, joined by gloo through a file. No ports, no launcher.
 
 Importing torch and PyG costs seconds. Python's fork server imports them once, starts no thread, and forks the ranks,
-which make their own threads and groups.
+which make their own threads and groups. Where there is a GPU, each rank imports them itself.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class RankPool:
     """Processes that run functions as ranks of a gloo group, for many calls of any world size up to its own.
 
     Ranks share no memory with the caller. Their environment variables are those that the caller had when it started its
-    fork server, which its first pool does.
+    fork server, which its first pool does; where there is a GPU, when it started the ranks.
 
     Args:
         size: Largest world size that :meth:`run` accepts.
@@ -107,8 +107,11 @@ class RankPool:
         self._processes, self._pipes = [], []
 
     def _start(self, world_size: int) -> None:
-        context: Any = multiprocessing.get_context("forkserver" if _HAS_FORK_SERVER else "spawn")
-        if _HAS_FORK_SERVER:
+        # PyG compiles TorchScript when it is imported, for which torch asks the GPU's driver; a process that is forked
+        # afterwards cannot use the GPU
+        forks = _HAS_FORK_SERVER and not torch.cuda.is_available()
+        context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
+        if forks:
             context.set_forkserver_preload(["__main__", __name__])  # no effect on a server that runs
         for _ in range(len(self._processes), world_size):
             ours, theirs = context.Pipe()

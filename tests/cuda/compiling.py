@@ -17,7 +17,9 @@ _TYPES = {
 compiled: set[tuple[Any, ...]] = set()
 
 
-def compile_kernel(name: str, grid: tuple[int, int, int], *args: Any, REAL: str, **constants: Any) -> None:
+def compile_kernel(
+    name: str, grid: tuple[int, int, int], *args: Any, REAL: str, num_warps: int, **constants: Any
+) -> None:
     """Compile a kernel for the arguments of a call, which is not made; stands for ``_triton.launch``."""
     import triton
     import triton.language as tl
@@ -27,7 +29,7 @@ def compile_kernel(name: str, grid: tuple[int, int, int], *args: Any, REAL: str,
     from pygdist.kernels import _triton_kernels
 
     types = [None if one is None else _TYPES[one.dtype if isinstance(one, Tensor) else type(one)] for one in args]
-    key = name, *types, REAL, *sorted(constants.items())
+    key = name, *types, REAL, num_warps, *sorted(constants.items())
     if key in compiled:
         return
     kernel, constants = getattr(_triton_kernels, name), {**constants, "REAL": getattr(tl, REAL)}
@@ -35,5 +37,6 @@ def compile_kernel(name: str, grid: tuple[int, int, int], *args: Any, REAL: str,
     constants |= {one: None for one, type_name in named.items() if type_name is None}
     signature = {one: named.get(one) or "constexpr" for one in kernel.arg_names}
     for capability in CAPABILITIES:
-        triton.compile(ASTSource(kernel, signature, constexprs=constants), target=GPUTarget("cuda", capability, 32))
+        source, target = ASTSource(kernel, signature, constexprs=constants), GPUTarget("cuda", capability, 32)
+        triton.compile(source, target=target, options={"num_warps": num_warps})
     compiled.add(key)

@@ -286,6 +286,8 @@ def _before_dispatch(mode: _Emulation) -> list[tuple[Any, str, Callable[..., Any
         if not isinstance(crow, EmulatedTensor):
             return sparse(crow, column, values, size, **given)
         mode.check("sparse_csr_tensor", [crow, column, values])
+        if len(values) > size[0] * size[1]:
+            raise RuntimeError(f"cuSPARSE refuses a matrix of {tuple(size)} with {len(values)} entries")
         return EmulatedTensor(sparse(*map(_held, (crow, column, values)), size, **given))
 
     def to_list(one: Tensor) -> Any:

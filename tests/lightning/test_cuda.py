@@ -5,18 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 from typing_extensions import override
 
-from pygdist import GraphDataModule, NodeClassifier
+from pygdist import GraphDataModule, GraphDDPStrategy, NodeClassifier
+from pygdist.backends import resolve_backend
 from pygdist.lightning import ModelAveragingStrategy
 from pygdist.lightning.parts import PartLoader
 from pygdist.native import load
 from pygdist.sampler import MiniBatches, NeighborBatches, SaintNodeBatches
-from pygdist.testing import run_ranks
+from pygdist.testing import RankPool
 from tests.lightning import gpu_runs, runs
 
 pytestmark = [pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
@@ -54,11 +57,11 @@ BATCHES = {
 
 
 @pytest.mark.parametrize("name", BATCHES)
-def test_a_gpu_trains_as_the_host_does(name: str, tmp_path: Path) -> None:
+def test_a_gpu_trains_as_the_host_does(name: str, tmp_path: Path, pool: RankPool) -> None:
     if name != "whole" and load() is None:
         pytest.skip("the sampler is in the native library")
     (expected, wanted), (logged, found) = (
-        run_ranks(_fit, 1, str(tmp_path), accelerator, BATCHES[name])[0] for accelerator in ("cpu", "gpu")
+        pool.run(_fit, 1, str(tmp_path), accelerator, BATCHES[name])[0] for accelerator in ("cpu", "gpu")
     )
     for epoch, like in zip(logged, expected, strict=True):
         assert epoch == pytest.approx(like, rel=1e-5)
@@ -73,15 +76,41 @@ def _trained(rank: int, world_size: int, folder: str, name: str, accelerator: st
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("name", gpu_runs.CASES)
-def test_a_run_from_fit_to_export(name: str, world_size: int, tmp_path: Path) -> None:
+def test_a_run_from_fit_to_export(name: str, world_size: int, tmp_path: Path, pool: RankPool) -> None:
     """Ranks share the first GPU; gloo carries what travels."""
     if load() is None:
         pytest.skip("the native library was not built here")
     expected, found = (
-        run_ranks(_trained, world_size, str(tmp_path), name, accelerator) for accelerator in ("cpu", "gpu")
+        pool.run(_trained, world_size, str(tmp_path), name, accelerator) for accelerator in ("cpu", "gpu")
     )
     for one, other in zip(found, expected, strict=True):
         gpu_runs.compare(name, one, other)
+
+
+def _fitted(name: str, folder: Path, accelerator: str) -> dict[str, float]:
+    """Return what is logged of a run of one process, as a user starts it: over nccl on a GPU."""
+    case = gpu_runs.CASES[name]
+    precision = "32-true" if case.precision == "16-mixed" and accelerator == "cpu" else case.precision
+    strategy = (ModelAveragingStrategy if case.averages else GraphDDPStrategy)()
+    trainer = pl.Trainer(
+        accelerator=accelerator, devices=1, strategy=strategy, precision=precision, max_epochs=3, logger=False,
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, default_root_dir=folder,
+    )  # fmt: skip
+    data = GraphDataModule(runs.graph(), **{"partitioner": "hash", "cache_dir": folder, **case.data})
+    backend = resolve_backend(case.backend, **case.arguments)
+    try:
+        trainer.fit(NodeClassifier(runs.model(**case.model), backend=backend), datamodule=data)
+        assert dist.get_backend() == ("nccl" if accelerator == "gpu" else "gloo")
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return {key: float(value) for key, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("name", gpu_runs.CASES)
+def test_one_process_over_nccl(name: str, tmp_path: Path) -> None:
+    expected, found = (_fitted(name, tmp_path / accelerator, accelerator) for accelerator in ("cpu", "gpu"))
+    assert found["train_loss"] == pytest.approx(expected["train_loss"], rel=gpu_runs.CASES[name].error)
 
 
 class Stepped(NodeClassifier):
@@ -111,8 +140,8 @@ def _resume(
 
 
 @pytest.mark.parametrize("option", ["fused", "capturable"])
-def test_steps_that_are_counted_on_the_gpu_go_on_there(option: str, tmp_path: Path) -> None:
-    wanted = run_ranks(_resume, 1, str(tmp_path), option, 4, None)[0]
-    found = run_ranks(_resume, 1, str(tmp_path), option, 4, str(tmp_path / "epoch=1.ckpt"))[0]
+def test_steps_that_are_counted_on_the_gpu_go_on_there(option: str, tmp_path: Path, pool: RankPool) -> None:
+    wanted = pool.run(_resume, 1, str(tmp_path), option, 4, None)[0]
+    found = pool.run(_resume, 1, str(tmp_path), option, 4, str(tmp_path / "epoch=1.ckpt"))[0]
     for name, value in wanted.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10, msg=lambda said, of=name: f"{of}: {said}")

@@ -5,13 +5,20 @@ Each test is a script of its own, so that a hang ends.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
+
+from pygdist.errors import InputError
+from pygdist.lightning.launcher import ProcessLauncher
+from pygdist.testing import RankPool
 
 pytestmark = pytest.mark.slow
 
@@ -216,3 +223,22 @@ def _run(text: str, folder: Path, *args: str, **environment: str) -> str:
     )
     assert script.returncode == 0, script.stderr
     return script.stdout.strip().rpartition("\n")[2]
+
+
+@pytest.mark.parametrize(("method", "started"), [("fork", True), ("forkserver", False)])
+def test_forked_ranks_on_gpus_are_refused(method: str, started: bool) -> None:
+    strategy = mock.Mock(parallel_devices=[torch.device("cuda", 0)])
+    with (
+        mock.patch("pygdist.lightning.launcher.driver_runs", return_value=started),
+        pytest.raises(InputError, match=f"forked \\('{method}'\\) cannot use GPUs.*'graph_ddp_spawn'"),
+    ):
+        ProcessLauncher(strategy, method).launch(print)
+
+
+def test_ranks_of_a_machine_with_a_gpu_import_pyg_themselves() -> None:
+    with mock.patch("torch.cuda.is_available", return_value=True), RankPool(1) as pool:
+        assert pool.run(_started_by, 1) == ["spawn"]
+
+
+def _started_by(rank: int, num_ranks: int) -> str:
+    return str(multiprocessing.get_start_method(allow_none=True))
