@@ -4,9 +4,9 @@
     python -m experiments.gpu.check --gpus 2    # make gpu-check-multi: between GPUs, over nccl
 
 On one GPU: the CUDA tests (kernels of all types and graphs, every layer and backend, ranks that share the GPU over
-gloo, runs from fit to export in all precisions, waits, memory, repeated runs), then the table of kernels. On several:
-layers over nccl, ranks that fail, and the table of steps by number of GPUs. The exit code is 1 if a test fails, and 2
-without as many GPUs.
+gloo, runs from fit to export in all precisions, waits, memory, repeated runs), then the tables of kernels and
+of steps. On several: layers over nccl, ranks that fail, and the table of steps by number of GPUs. The exit code is 1 if
+a test fails, and 2 without as many GPUs.
 """
 
 from __future__ import annotations
@@ -14,14 +14,33 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from experiments.catgnn.graphs import show, write
-from experiments.gpu import kernels, scaling
+from experiments.gpu import kernels, scaling, steps
 
 _RESULTS = Path(__file__).parent / "results"
+#: Tables on one GPU and on several: their names, the columns that are shown, and what measures them.
+_ONE: list[tuple[str, list[str], Callable[[Any], list[dict[str, Any]]]]] = [
+    (
+        "kernels", ["graph", "kernel", "by", "dtype", "features", "median_s", "gb_s", "share_of_copy", "extra_gib"],
+        lambda o: kernels.measure(o.nodes, o.edges, o.features, o.rounds),
+    ),
+    (
+        "steps", ["model", "by", "dtype", "step_s", "times_faster", "step_gib"],
+        lambda o: steps.measure(o.nodes, o.edges, o.features[-1], o.rounds),
+    ),
+]  # fmt: skip
+_SEVERAL = [
+    (
+        "scaling", ["backend", "ranks", "step_s", "speedup", "peak_gib"],
+        lambda o: scaling.measure(o.nodes, o.edges, o.features[-1], o.rounds),
+    )
+]  # fmt: skip
 
 
 def parser() -> argparse.ArgumentParser:
@@ -48,18 +67,14 @@ def main() -> int:
     several, failed = options.gpus > 1, False
     if not options.tables_only:
         chosen = "multi_gpu" if several else "cuda and not multi_gpu"
-        command = [sys.executable, "-m", "pytest", "-m", chosen, "-q", "tests"]
+        workers = ["--numprocesses", "1" if several else "3", "--dist", "loadfile"]
+        command = [sys.executable, "-m", "pytest", "-m", chosen, "-q", *workers, "tests"]
         failed = bool(subprocess.run(command, check=False).returncode)
-    if several:
-        rows = scaling.measure(options.nodes, options.edges, options.features[-1], options.rounds)
-        shown, name = ["backend", "ranks", "step_s", "speedup", "peak_gib"], "scaling.csv"
-    else:
-        rows = kernels.measure(options.nodes, options.edges, options.features, options.rounds)
-        shown = ["graph", "kernel", "by", "dtype", "features", "median_s", "gb_s", "share_of_copy", "extra_gib"]
-        name = "kernels.csv"
     about = {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda), "driver": _driver()}
-    show([{name: row[name] for name in shown} for row in rows], ", ".join(about.values()))
-    write([{**row, **about} for row in rows], options.out / name, threads=1)
+    for name, shown, measure in _SEVERAL if several else _ONE:
+        rows = measure(options)
+        show([{column: row[column] for column in shown} for row in rows], f"{name}: {', '.join(about.values())}")
+        write([{**row, **about} for row in rows], options.out / f"{name}.csv", threads=1)
     return int(failed)
 
 

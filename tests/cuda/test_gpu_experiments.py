@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from experiments.gpu import kernels, scaling
+from experiments.gpu import kernels, scaling, steps
 from tests.cuda.emulation import emulated_gpu
 from tests.cuda.process import EmulatedProcess
 
@@ -24,6 +24,13 @@ def test_without_a_gpu_it_is_refused_in_one_line() -> None:
 def test_steps_by_number_of_ranks_are_measured_without_gpus() -> None:
     rows = scaling.measure(nodes=200, edges=2000, features=8, rounds=2, kind="cpu", most=2)
     assert [(row["backend"], row["ranks"]) for row in rows] == [(one, n) for one in ("comm", "tensor") for n in (1, 2)]
+    assert all(row["step_s"] > 0 for row in rows)
+
+
+def test_steps_beside_pyg_are_measured_without_a_gpu() -> None:
+    rows = steps.measure(nodes=200, edges=2000, width=16, rounds=1, kind="cpu")
+    assert len(rows) == len(steps.MODELS) * 2 * 3
+    assert all(row["times_faster"] == 1.0 for row in rows if row["by"] == "PyG")
     assert all(row["step_s"] > 0 for row in rows)
 
 
