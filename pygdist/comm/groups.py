@@ -78,5 +78,5 @@ def _backends_of(group: dist.ProcessGroup) -> set[str]:
     """Return the backends of a group, such as gloo and nccl; none if it is gone."""
     try:
         return {one.rpartition(":")[2] for one in dist.get_backend_config(group).split(",")}
-    except (RuntimeError, ValueError):
+    except (RuntimeError, ValueError, TypeError):  # TypeError: another thread has just destroyed it
         return set()

@@ -251,7 +251,7 @@ class NodeClassifier(GraphModule):
         of_classes = self._weights_of(y)
         factor = weight if of_classes is None else of_classes if weight is None else weight * of_classes
         total, count = summed_loss(out, y, rows, factor, self.node_losses)
-        share = count if factor is None else float(factor[rows].sum())
+        share = count if factor is None else float(factor[rows].sum(dtype=torch.float64))
         self._log(stage, self.logits(out)[rows], y[rows], total, share, None if weight is None else weight[rows])
         return total, share
 

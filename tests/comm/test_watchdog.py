@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from pygdist.comm import Communicator, Watchdog, groups
 from pygdist.errors import LostRankError
+from pygdist.testing import RankPool
 
 WORLD_SIZE = 4
 ALIVE = "rank 3 waits in epoch 0, exchange 1 (rows) at test_watchdog.py:"
@@ -216,6 +217,16 @@ def test_python_does_not_end_while_a_thread_breaks_groups(monkeypatch: pytest.Mo
     closing.join(timeout=30)
     assert not closing.is_alive()
     assert not groups.break_groups(unless=lambda: True)
+
+
+def _destroyed(rank: int, num_ranks: int) -> set[str]:
+    group = dist.new_group()
+    dist.destroy_process_group(group)
+    return groups._backends_of(group)
+
+
+def test_a_group_that_another_thread_destroys_has_no_backends(pool: RankPool) -> None:
+    assert pool.run(_destroyed, 1) == [set()]
 
 
 def test_nccl_is_aborted_in_all_groups_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
