@@ -7,9 +7,10 @@
 
 An experiment is one YAML file. It holds the paper's claim and the plots (see ``pygdist report``), and under ``run`` the
 measurement: either settings for ``harness.py``, or a ``script`` beside the file with its ``arguments``, and those of
-the short version under ``short``. ``{data}`` stands for the folder of real graphs (``--data``), ``{dgl}`` for that of
-DGL (``--dgl``), ``{work}`` for a folder that is deleted at the end. Results go to ``OUT/FOLDER/NAME.csv``, with a copy
-of the description for the report. Other files of a script go to ``NAME.files/``.
+the short version under ``short``. ``gpu: true`` leaves it out without a GPU. ``{data}`` stands for the folder of
+real graphs (``--data``), ``{dgl}`` for that of DGL (``--dgl``), ``{work}`` for a folder that is deleted at the end.
+Results go to ``OUT/FOLDER/NAME.csv``, with a copy of the description for the report. Other files of a script go to
+``NAME.files/``.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from rich.console import Console
 from rich.markup import escape
@@ -54,8 +56,8 @@ class UserError(Exception):
     """A mistake of the caller; the message has one line."""
 
 
-class NeedsDataError(UserError):
-    """The experiment needs real graphs or DGL, but ``--data`` or ``--dgl`` is missing."""
+class NeedsError(UserError):
+    """The experiment needs real graphs or DGL, but ``--data`` or ``--dgl`` is missing; or a GPU, and there is none."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,8 @@ def run(experiment: Experiment, options: argparse.Namespace, work: Path) -> str:
     if description.resolve() == experiment.path:
         raise UserError(f"--out: {options.out} holds the experiments themselves; give another folder")
     scripted = "script" in experiment.run
+    if experiment.run.get("gpu") and not torch.cuda.is_available():
+        raise NeedsError("needs a GPU")
     if scripted and options.only:
         raise UserError(f"{experiment.path.name}: --only picks settings of the harness; run one row with --row")
     if scripted and options.resume:
@@ -237,7 +241,7 @@ def _filled(value: Any, places: Mapping[str, Path | None]) -> Any:
     """Return ``value`` with the folders filled in, for example the one of ``data`` in place of ``{data}``.
 
     Raises:
-        NeedsDataError: If ``value`` contains a folder that was not given.
+        NeedsError: If ``value`` contains a folder that was not given.
     """
     if isinstance(value, Mapping):
         return {key: _filled(one, places) for key, one in value.items()}
@@ -247,7 +251,7 @@ def _filled(value: Any, places: Mapping[str, Path | None]) -> Any:
         return value
     for name, place in places.items():
         if place is None and f"{{{name}}}" in value:
-            raise NeedsDataError(_NEEDS[name])
+            raise NeedsError(_NEEDS[name])
         value = value.replace(f"{{{name}}}", str(place))
     return value
 
@@ -354,7 +358,7 @@ def _all(chosen: Sequence[Experiment], options: argparse.Namespace) -> int:
             start = time.perf_counter()
             try:
                 problem = run(experiment, options, work.resolve())
-            except NeedsDataError as error:
+            except NeedsError as error:
                 if options.experiments:
                     raise
                 problem = f"left out: {error}"

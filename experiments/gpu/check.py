@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     cli = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     cli.add_argument("--gpus", type=int, default=1, help="GPUs that are needed; 2 check several together")
-    cli.add_argument("--tables-only", action="store_true", help="run no tests")
+    cli.add_argument("--tables", nargs="+", choices=[name for name, *_ in _ONE + _SEVERAL], help="only these, no tests")
     cli.add_argument("--nodes", type=int, default=200_000, help="of the graph that is measured")
     cli.add_argument("--edges", type=int, default=10_000_000)
     cli.add_argument("--features", type=int, nargs="+", default=[32, 128])
@@ -65,13 +65,15 @@ def main() -> int:
         print(f"gpu-check needs {options.gpus} GPU(s) of CUDA, and {sees}", file=sys.stderr)
         return 2
     several, failed = options.gpus > 1, False
-    if not options.tables_only:
+    if options.tables is None:
         chosen = "multi_gpu" if several else "cuda and not multi_gpu"
         workers = ["--numprocesses", "1" if several else "3", "--dist", "loadfile"]
         command = [sys.executable, "-m", "pytest", "-m", chosen, "-q", *workers, "tests"]
         failed = bool(subprocess.run(command, check=False).returncode)
     about = {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda), "driver": _driver()}
     for name, shown, measure in _SEVERAL if several else _ONE:
+        if name not in (options.tables or [name]):
+            continue
         rows = measure(options)
         show([{column: row[column] for column in shown} for row in rows], f"{name}: {', '.join(about.values())}")
         write([{**row, **about} for row in rows], options.out / f"{name}.csv", threads=1)
