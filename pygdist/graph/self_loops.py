@@ -5,7 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pygdist.graph.adjacency import Slot
 from pygdist.kernels import CSR
+
+#: Set with edges of which the host has seen that they have no self-loop, so that nobody waits for a GPU to find out.
+NO_LOOPS = Slot[bool]("no self-loops")
 
 
 def is_self_loop(csr: CSR) -> Tensor:

@@ -25,6 +25,7 @@ from pygdist.graph.surroundings import (
     rows_and_edges,
     with_all_edges,
 )
+from pygdist.memory.ring import uploaded
 
 
 class Shard:
@@ -216,9 +217,12 @@ class Shard:
 
 
 def is_unknown(x: Tensor) -> bool:
-    """Tell if rows are those of :func:`unknown_rows`, or a part of them."""
+    """Tell if rows are those of :func:`unknown_rows`, or a part of them.
+
+    On a GPU their strides tell, as the host would wait for the number: other rows become dense when they are moved.
+    """
     one_number = x.dim() == 2 and x.stride() == (0, 0) and x.is_floating_point()
-    return one_number and (x.numel() == 0 or bool(x[0, 0].isnan()))
+    return one_number and (x.numel() == 0 or x.is_cuda or bool(x[0, 0].isnan()))
 
 
 def converted(value: Tensor, to: torch.device | torch.dtype) -> Tensor:
@@ -227,6 +231,11 @@ def converted(value: Tensor, to: torch.device | torch.dtype) -> Tensor:
         return value[:1, :1].to(to).as_strided(value.shape, (0, 0))
     result: Tensor = value.to(to)
     return result
+
+
+def moved(value: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the host on a device, without waiting for a GPU; unknown rows stay one number in memory."""
+    return converted(value, device) if is_unknown(value) else uploaded(value, device)
 
 
 def unknown_rows(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:

@@ -25,6 +25,7 @@ from pygdist.nn.loss import labelled_rows, node_losses, summed_loss
 Stage = Literal["train", "val", "test"]
 
 _LABELLED = Slot[Memo[Tensor]]("labelled nodes of each stage")
+_TRAINING = Slot[Memo[tuple[int, float]]]("number and weights of training nodes")
 _UNLABELLED = "the graph has no labelled nodes for stage '{0}' ({0}_mask)"
 
 
@@ -197,17 +198,26 @@ class NodeClassifier(GraphModule):
         graph, edges = sampled_graph(sample)
         out = self._checked(outputs_of(self.model, graph, edges))
         norm = graph.get("node_norm")
-        if "train_mask" not in graph:  # outputs and labels are those of the seeds
-            every = torch.ones(len(graph.y), dtype=torch.bool, device=graph.y.device)
-            total, share = self._noted(out, graph.y, labelled_rows(graph.y, every), "train")
-        elif norm is None:
-            total, share = self._noted(out, graph.y, labelled_rows(graph.y, graph.train_mask), "train")
+        if norm is None:
+            total, share = self._noted(out, graph.y, graph.labelled, "train")
         else:  # a node's norm is the share of the part's training nodes that it stands for
-            weights = self._weights_of(shard.y)
-            share = float(shard.train_mask.sum() if weights is None else weights[shard.train_mask].sum())
-            rows = labelled_rows(graph.y, graph.train_mask)
-            total, _ = self._noted(out, graph.y, rows, "train", norm * int(shard.train_mask.sum()))
+            count, share = self._training_of(shard)
+            sampled = graph.layout.share * count
+            total, _ = self._noted(out, graph.y, graph.labelled, "train", norm * count, sampled)
         return self.scaled(total, self._in_step(share, num_in_step), share)
+
+    def _training_of(self, shard: Shard) -> tuple[int, float]:
+        """Return the number of a part's training nodes, and their weights if classes have any; asked once of a GPU."""
+        y, mask, weights = shard.y, shard.train_mask, self.class_weights
+        assert y is not None, "the caller checks it"
+        assert mask is not None, "the caller checks it"
+
+        def counted() -> tuple[int, float]:
+            of_classes = self._weights_of(y)
+            return int(mask.sum()), float(mask.sum() if of_classes is None else of_classes[mask].sum())
+
+        key = None if weights is None else tuple(weights)
+        return shard.adjacency.slot(_TRAINING, Memo).get(key, (y, mask), counted)
 
     def _in_step(self, share: float, num_in_step: int | None) -> float:
         """Return the nodes that all ranks train on in a step, or their weights; 1 if there are none.
@@ -245,13 +255,25 @@ class NodeClassifier(GraphModule):
         return loss
 
     def _noted(
-        self, out: Any, y: Tensor, rows: Tensor, stage: Stage, weight: Tensor | None = None
+        self,
+        out: Any,
+        y: Tensor,
+        rows: Tensor,
+        stage: Stage,
+        weight: Tensor | None = None,
+        share: float | None = None,
     ) -> tuple[Tensor, float]:
-        """Return the summed loss over labelled ``rows`` (times ``weight``) and their share; log the metrics."""
+        """Return the summed loss over labelled ``rows`` (times ``weight``) and their share; log the metrics.
+
+        If the caller knows the sum of ``weight`` over rows (``share``), it is not asked of a GPU.
+        """
         of_classes = self._weights_of(y)
         factor = weight if of_classes is None else of_classes if weight is None else weight * of_classes
         total, count = summed_loss(out, y, rows, factor, self.node_losses)
-        share = count if factor is None else float(factor[rows].sum(dtype=torch.float64))
+        if factor is None:
+            share = count
+        elif of_classes is not None or share is None:
+            share = float(factor[rows].sum(dtype=torch.float64))
         self._log(stage, self.logits(out)[rows], y[rows], total, share, None if weight is None else weight[rows])
         return total, share
 

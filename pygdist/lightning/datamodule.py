@@ -19,11 +19,11 @@ from pygdist.backends.base import names_of
 from pygdist.errors import InputError
 from pygdist.graph import Shard, fingerprint, hold_out, load_graph, prepare, read_meta, store_key
 from pygdist.graph.check import EDGE_FIELDS
-from pygdist.graph.shard import converted
+from pygdist.graph.shard import converted, moved
 from pygdist.graph.sources.prepare import tell
 from pygdist.graph.surroundings import floats_unlike
 from pygdist.lightning.checks import RESERVE, check_graph_options, check_splits, expanded, left_unused, read_only_folder
-from pygdist.lightning.parts import FullGraphLoader, PartBatch, PartLoader, StepLoader
+from pygdist.lightning.parts import FullGraphLoader, PartBatch, PartLoader, StepLoader, laid_out
 from pygdist.lightning.precomputed import Precomputed
 from pygdist.lightning.to_rank_zero import from_rank_zero
 from pygdist.memory.limits import told
@@ -438,7 +438,8 @@ class GraphDataModule(pl.LightningDataModule):
         if not isinstance(batch, PartBatch):
             return self.here(batch)
         if batch.sample is not None:  # open_part() has moved the part
-            dtype, sample = self._model_dtype(), batch.sample.apply(lambda value: converted(value, device))
+            dtype, sample = self._model_dtype(), batch.sample
+            sample = (laid_out(sample) if "edge_index" in sample else sample).apply(lambda value: moved(value, device))
             floats = floats_unlike(sample, ("x", *EDGE_FIELDS, "edge_norm"), dtype)
             batch.sample = sample.update({name: converted(value, dtype) for name, value in floats.items()})
         return batch

@@ -6,23 +6,30 @@ ranks make as many steps as the rank with most batches, and are idle when they h
 
 from __future__ import annotations
 
+import copy
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch_geometric.data import Data
 from typing_extensions import override
 
 from pygdist.backends.passes.edge_norm import EDGE_NORM, EdgeNorm
+from pygdist.backends.passes.rows import EDGES_INTO
 from pygdist.backends.passes.sampled import SAMPLED_HOPS, SampledHops
 from pygdist.backends.sampling.pipeline import LaggedSteps
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency, Shard
 from pygdist.graph.check import EDGE_FIELDS
+from pygdist.graph.self_loops import NO_LOOPS, is_self_loop
+from pygdist.kernels import CSR
 from pygdist.memory.limits import told
+from pygdist.nn.loss import labelled_rows
 from pygdist.sampler import BatchLoader
 from pygdist.sampler.steps import Steps
 
@@ -254,21 +261,61 @@ class FullGraphLoader(Resumable):
         return 1
 
 
+@dataclass(frozen=True)
+class Layout:
+    """Facts of a mini-batch that the host has counted, so that it does not wait for a GPU to know them.
+
+    Attributes:
+        edges_into: By a number of rows (the seeds, and the nodes up to each hop), the edges into the first so many.
+        has_loops: True if an edge leads from a row to itself.
+        share: Sum of GraphSAINT's norms of the labelled training rows; ``None`` without norms.
+    """
+
+    edges_into: Mapping[int, int]
+    has_loops: bool
+    share: float | None = None
+
+
+def laid_out(sample: Data) -> Data:
+    """Return a mini-batch with its edges sorted by destination, as kernels need, and with what a step asks of it.
+
+    Added are the sparse matrix of the edges (``csr_indptr`` and ``csr_index``), the rows whose labels are learned
+    (``labelled``), and a :class:`Layout`. All is computed where the batch is: on the host, before it goes to a GPU.
+    """
+    edges, num_nodes = sample.edge_index, int(sample.num_nodes)
+    out = copy.copy(sample)
+    if not bool((edges[1, 1:] >= edges[1, :-1]).all()):
+        perm = edges[1].argsort(stable=True)
+        edges = edges.index_select(1, perm)
+        for name in (*EDGE_FIELDS, "edge_norm"):
+            if out.get(name) is not None:
+                out[name] = out[name].index_select(0, perm)
+    csr, share = Adjacency(edges, num_src=num_nodes, num_dst=num_nodes).csr(), None
+    out.edge_index, out.csr_indptr, out.csr_index = edges, csr.indptr, csr.index
+    if (y := out.get("y")) is not None:
+        mask = out.get("train_mask")  # without one, outputs and labels are those of the seeds
+        out.labelled = labelled_rows(y, torch.ones(len(y), dtype=torch.bool, device=y.device) if mask is None else mask)
+        norm = out.get("node_norm")
+        share = None if norm is None else float(norm[out.labelled].sum(dtype=torch.float64))
+    ends = itertools.accumulate(out.get("num_sampled_nodes") or ())
+    out.layout = Layout({end: int(csr.indptr[end]) for end in ends}, bool(is_self_loop(csr).any()), share)
+    return out
+
+
 def sampled_graph(sample: Data) -> tuple[Data, Adjacency]:
-    """Return a mini-batch as the graph and edges of a model's call; edges are sorted by destination, as kernels need.
+    """Return a mini-batch as the graph and edges of a model's call.
 
     GraphSAINT's ``edge_norm`` becomes the edges' weight, or a factor of it. For layers that take no weights the backend
     finds it with the edges.
     """
+    sample = sample if "layout" in sample else laid_out(sample)
+    layout: Layout = sample.layout
     names = (*EDGE_FIELDS, "edge_norm")
-    graph, edges = Data(**{name: value for name, value in sample.items() if name not in names}), sample.edge_index
+    graph = Data(**{name: value for name, value in sample.items() if name not in (*names, "csr_indptr", "csr_index")})
     fields = {name: sample[name] for name in names if sample.get(name) is not None}
-    num_nodes = int(sample.num_nodes)
-    if bool((edges[1, 1:] >= edges[1, :-1]).all()):
-        adjacency = Adjacency(edges, num_src=num_nodes, num_dst=num_nodes)
-    else:
-        adjacency, perm = Adjacency.from_unsorted(edges, num_src=num_nodes, num_dst=num_nodes)
-        fields = {name: value.index_select(0, perm) for name, value in fields.items()}
+    adjacency = Adjacency.from_csr(CSR(sample.csr_indptr, sample.csr_index, len(sample.csr_indptr) - 1))
+    adjacency.slot(EDGES_INTO, lambda: layout.edges_into)
+    adjacency.slot(NO_LOOPS, lambda: not layout.has_loops)
     if (norm := fields.pop("edge_norm", None)) is not None:
         weight, in_degree, n_id = fields.get("edge_weight"), graph.get("in_degree"), graph.get("n_id")
         edge_norm = EdgeNorm.of(norm, adjacency.csr(), edge_weight=weight, in_degree=in_degree, n_id=n_id)

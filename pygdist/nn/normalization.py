@@ -16,7 +16,7 @@ from pygdist.errors import InputError
 from pygdist.graph import Adjacency
 from pygdist.graph.identity import fixable
 from pygdist.graph.memo import Memo
-from pygdist.graph.self_loops import insert_self_loops, is_self_loop, keep_entries
+from pygdist.graph.self_loops import NO_LOOPS, insert_self_loops, is_self_loop, keep_entries
 from pygdist.kernels import CSR
 from pygdist.kernels.csr import narrowest
 from pygdist.nn.norms import Ranks
@@ -145,9 +145,11 @@ class _Looped:
         self._adjacency, self._num_loops = adjacency, num_loops
         self._edges: Adjacency | None = None
         self.csr = adjacency.csr()
+        self._none_before = adjacency.slot(NO_LOOPS, lambda: False)
         if num_loops:
             self._was_loop = is_self_loop(self.csr)
-            self.csr, self._is_loop = insert_self_loops(keep_entries(self.csr, ~self._was_loop), num_loops)
+            others = self.csr if self._none_before else keep_entries(self.csr, ~self._was_loop)
+            self.csr, self._is_loop = insert_self_loops(others, num_loops)
 
     def weights(self, weight: Tensor, fill_value: float) -> Tensor:
         """Return the weights of :attr:`csr`; loops that existed before keep their weights."""
@@ -162,8 +164,14 @@ class _Looped:
     @functools.cached_property
     def _sources(self) -> _Sources:
         with torch.inference_mode(False):  # training uses what an evaluation began
-            before, loops = self._adjacency.csr(), self._was_loop.nonzero().squeeze(1)
+            before = self._adjacency.csr()
             num_weights = before.num_entries + self._num_loops
+            if self._none_before:
+                loops, added = before.indptr[:0], self._is_loop.cumsum(0)
+                every = torch.arange(num_weights, device=added.device)
+                place = torch.where(self._is_loop, before.num_entries - 1 + added, every - added)
+                return _Sources(loops, loops, place.to(narrowest(num_weights)))
+            loops = self._was_loop.nonzero().squeeze(1)
             place = loops.new_empty(self.csr.num_entries, dtype=narrowest(num_weights))
             place[~self._is_loop] = (~self._was_loop).nonzero().squeeze(1).to(place)
             place[self._is_loop] = torch.arange(before.num_entries, num_weights, device=place.device).to(place)

@@ -12,6 +12,7 @@ from lightning.pytorch.plugins.environments import LightningEnvironment
 
 from pygdist import GraphDataModule, GraphDDPStrategy, NodeClassifier
 from pygdist.backends import resolve_backend
+from pygdist.lightning import ModelAveragingStrategy
 from tests.cuda.emulation import Waits, emulated_gpu
 from tests.cuda.process import EmulatedProcess
 from tests.kernels.oracle import needs_library
@@ -49,9 +50,10 @@ def _waited(name: str, folder: str) -> list[str]:
     with emulated_gpu() as waits:
         noted = _Waits(waits)
         data = GraphDataModule(runs.graph(), cache_dir=folder, **{"partitioner": "hash", **case.data})
+        kind = ModelAveragingStrategy if case.averages else GraphDDPStrategy
         trainer = runs.trainer(
             0, 1, folder, accelerator="gpu", precision=case.precision, max_epochs=4, callbacks=[noted],
-            limit_val_batches=0, strategy=GraphDDPStrategy(process_group_backend="gloo"),
+            limit_val_batches=0, strategy=kind(process_group_backend="gloo"),
             plugins=[LightningEnvironment()],
         )  # fmt: skip
         module = NodeClassifier(runs.model(**case.model), backend=resolve_backend(case.backend, **case.arguments))
@@ -59,7 +61,8 @@ def _waited(name: str, folder: str) -> list[str]:
         return noted.steps[2]
 
 
-@pytest.mark.parametrize("name", ["comm", "comm, bfloat16", "comm, float16", "cache", "hybrid", "tensor", "delayed"])
+# each step of averaged models opens a part, and moves it to the GPU
+@pytest.mark.parametrize("name", sorted(gpu_runs.CASES.keys() - {"comm, float32", "replica, averaging"}))
 def test_the_third_step_of_a_run_waits_for_nothing(name: str, gpu: EmulatedProcess, tmp_path: Path) -> None:
     waits = gpu.run(_waited, name, str(tmp_path))
     scaler = [line for line in waits if line.startswith("aten._local_scalar_dense in pygdist/lightning/module.py")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 
 from pygdist.backends.fetching.arrival import Arrival
 from pygdist.graph import Adjacency
+from pygdist.graph.adjacency import Slot
+from pygdist.graph.self_loops import NO_LOOPS
 from pygdist.kernels import CSR
 
 
@@ -65,13 +68,25 @@ class Rows:
         return len(self.fetched)
 
 
+#: The number of edges into the first rows, by the number of rows, where the host has counted them.
+EDGES_INTO = Slot[Mapping[int, int]]("edges into the first rows")
+
+
+def edges_into(adjacency: Adjacency, num_rows: int) -> int:
+    """Return the number of edges into the first rows; the host waits for a GPU unless it has counted them before."""
+    counted = adjacency.slot(EDGES_INTO, dict)
+    return counted[num_rows] if num_rows in counted else int(adjacency.csr().indptr[num_rows])
+
+
 def leading(adjacency: Adjacency, num_rows: int, num_with_edges: int, num_sources: int) -> Adjacency:
     """Cut to the first ``num_rows`` rows; those after the first ``num_with_edges`` lose their edges."""
-    csr = adjacency.csr()
-    end = int(csr.indptr[num_with_edges])
+    csr, end = adjacency.csr(), edges_into(adjacency, num_with_edges)
     indptr = torch.cat([csr.indptr[: num_with_edges + 1], csr.indptr.new_full((num_rows - num_with_edges,), end)])
     value = adjacency.value
-    return Adjacency.from_csr(CSR(indptr, csr.index[:end], num_sources), None if value is None else value[:end])
+    cut = Adjacency.from_csr(CSR(indptr, csr.index[:end], num_sources), None if value is None else value[:end])
+    if adjacency.slot(NO_LOOPS, lambda: False):
+        cut.slot(NO_LOOPS, lambda: True)
+    return cut
 
 
 def in_order(arrived: Tensor, arrival: Arrival) -> Tensor:

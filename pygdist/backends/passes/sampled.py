@@ -19,7 +19,7 @@ from typing_extensions import override
 from pygdist.backends.passes.edge_norm import in_degree_facts, in_degrees
 from pygdist.backends.passes.part import PartPass
 from pygdist.backends.passes.rehearsal import ModelFacts
-from pygdist.backends.passes.rows import Rows
+from pygdist.backends.passes.rows import Rows, edges_into
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency
@@ -63,7 +63,7 @@ class SampledHops:
         ends = list(itertools.accumulate(self.num_nodes))
         later = (ends[min(num_hops - hop, len(ends) - 1)] for hop in range(1, num_hops + 1))
         n_id = torch.arange(ends[-1], device=adjacency.device)
-        num_seed_edges = int(adjacency.csr().indptr[self.num_seeds])
+        num_seed_edges = edges_into(adjacency, self.num_seeds)
         return Rows.all_here(n_id, self.num_seeds, (ends[-1], *later), adjacency, num_own_edges=num_seed_edges)
 
 
