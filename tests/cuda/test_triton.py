@@ -18,6 +18,7 @@ from tests.cuda import compiling, steps
 from tests.cuda.emulation import emulated_gpu
 from tests.cuda.process import EmulatedProcess
 from tests.kernels.gpu_cases import GRAPHS, KERNELS, TOLERANCE, largest_error
+from tests.kernels.oracle import random_csr
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -146,3 +147,18 @@ def test_layers_by_triton(backend: str, gpu: EmulatedProcess) -> None:
     run = functools.partial(steps.worst_by_layer, triton="runs")
     worst = gpu.run(run, backend, {}, {}, ("GATConv", "GATv2Conv", "TransformerConv", "SAGEConv-max", "SAGEConv-many"))
     assert {name: value for name, value in worst.items() if value >= 1e-10} == {}
+
+
+def _added_to_columns() -> list[bool]:
+    csr, x = random_csr(), torch.rand(random_csr().num_cols, 4)
+    with emulated_gpu(triton="runs"):
+        there = CSR(csr.indptr.to("cuda"), csr.index.to("cuda"), csr.num_cols)
+        whole = torch.ones(csr.num_rows, 8, device="cuda")
+        _triton.spmm_into(whole[:, ::2], there, x.to("cuda"), None, onto=True)
+        found = whole.cpu()
+    expected = spmm(csr, x) + 1
+    return [torch.allclose(found[:, ::2], expected), bool((found[:, 1::2] == 1).all())]
+
+
+def test_sums_go_to_memory_that_is_not_contiguous(gpu: EmulatedProcess) -> None:
+    assert gpu.run(_added_to_columns) == [True, True]
