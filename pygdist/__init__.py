@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from pygdist.errors import InputError, LostRankError
     from pygdist.graph import Shard
     from pygdist.lightning import GraphDataModule, GraphDDPStrategy, NodeClassifier
+    from pygdist.loop import accelerate, open_graph
     from pygdist.partition import Partitioner
     from pygdist.routing import distribute, undistribute
 
@@ -48,7 +49,9 @@ __all__ = [
     "NodeClassifier",
     "Partitioner",
     "Shard",
+    "accelerate",
     "distribute",
+    "open_graph",
     "undistribute",
 ]
 
@@ -57,6 +60,7 @@ _MODULES = {
     "errors": ("InputError", "LostRankError"),
     "graph": ("Shard",),
     "lightning": ("GraphDDPStrategy", "GraphDataModule", "NodeClassifier"),
+    "loop": ("accelerate", "open_graph"),
     "partition": ("Partitioner",),
     "routing": ("distribute", "undistribute"),
 }

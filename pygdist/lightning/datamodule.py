@@ -17,7 +17,7 @@ from typing_extensions import override
 from pygdist.backends import Abilities, Backend
 from pygdist.backends.base import names_of
 from pygdist.errors import InputError
-from pygdist.graph import Shard, fingerprint, hold_out, load_graph, prepare, read_meta, store_key
+from pygdist.graph import Shard, hold_out, load_graph, prepare, read_meta
 from pygdist.graph.check import EDGE_FIELDS
 from pygdist.graph.shard import converted, moved
 from pygdist.graph.sources.prepare import tell
@@ -30,13 +30,11 @@ from pygdist.memory.limits import told
 from pygdist.memory.machine import memory_bytes
 from pygdist.memory.overflow import writable
 from pygdist.nn.inputs import fill_in_sizes
-from pygdist.partition import DeviceMemory, Partitioner, partition_graph, resolve_partitioner
-from pygdist.partition.run import default_partitioner
+from pygdist.partition import DeviceMemory, Partitioner, resolve_partitioner
+from pygdist.partition.run import CACHE, cached_store, default_partitioner
 from pygdist.sampler import BatchLoader, MiniBatches
 
 _GRAIN = 1 << 26  # sizes of memory are rounded down to a multiple of so many bytes
-
-DEFAULT_CACHE = Path("~/.cache/pygdist")
 
 
 class GraphDataModule(pl.LightningDataModule):
@@ -103,7 +101,7 @@ class GraphDataModule(pl.LightningDataModule):
         batch_seed: int = 0,
         num_workers: int = 0,
         store: str | Path | None = None,
-        cache_dir: str | Path = DEFAULT_CACHE,
+        cache_dir: str | Path = CACHE,
     ) -> None:
         super().__init__()
         self.backend: Backend | None = None  # whose parts are made without a trainer
@@ -180,25 +178,15 @@ class GraphDataModule(pl.LightningDataModule):
             self._error = refused  # setup() raises it on all ranks, so that none waits
 
     def _prepare(self) -> Path:
-        num_parts, num_classes, abilities = self._num_parts(), self.preprocessing["num_classes"], self._abilities
-        method = self.partitioner or default_partitioner(abilities.placement)
-        partitioner = resolve_partitioner(method, **self.partitioner_args)
+        num_parts, abilities = self._num_parts(), self._abilities
+        partitioner = self.partitioner or default_partitioner(abilities.placement)
+        partitioner = resolve_partitioner(partitioner, **self.partitioner_args)  # before the graph is read
         data, notes = self.load()
         self._tell(notes)
-        arguments = {
-            "method": f"{type(partitioner).__module__}.{type(partitioner).__qualname__}",
-            "arguments": partitioner.arguments(),
-            "num_parts": vars(num_parts) if isinstance(num_parts, DeviceMemory) else num_parts,
-            "num_classes": num_classes,
-            "placement": [abilities.placement, abilities.num_hops],
-        }
-        folder = self.cache_dir / store_key(content := fingerprint(data), arguments)
-        if not (folder / "meta.json").is_file():  # stores appear when they are complete
-            partition_graph(
-                data, folder, num_parts=num_parts, partitioner=partitioner, notes=notes, num_classes=num_classes,
-                fingerprint=content, num_hops=abilities.num_hops, placement=abilities.placement,
-            )  # fmt: skip
-        return folder
+        return cached_store(
+            data, notes, self.cache_dir, num_parts=num_parts, partitioner=partitioner,
+            num_classes=self.preprocessing["num_classes"], placement=abilities.placement, num_hops=abilities.num_hops,
+        )  # fmt: skip
 
     @rank_zero_only
     def _tell(self, notes: list[str]) -> None:

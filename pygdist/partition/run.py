@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch_geometric.data import Data
 
 from pygdist.errors import InputError
-from pygdist.graph import EdgeStream, GraphFiles, Progress, WholeGraph, build_store, check_part, write_graph
+from pygdist.graph import EdgeStream, GraphFiles, Progress, WholeGraph, build_store, check_part, store_key, write_graph
 from pygdist.graph import fingerprint as content_of
 from pygdist.graph.sources.prepare import tell
 from pygdist.graph.store.nodes import Placement
@@ -31,8 +31,56 @@ from pygdist.partition.vertex_cut import EdgePartitioner, edge_partitioner_names
 
 log = logging.getLogger(__name__)
 
+CACHE = Path("~/.cache/pygdist")
+"""Folder of the stores that are made when they are first asked for."""
+
 _GIB = 2**30
 _EDGE_PARTS = "edge_part.tmp"
+
+
+def cached_store(
+    data: Data,
+    notes: Sequence[str],
+    cache: Path,
+    *,
+    num_parts: int | DeviceMemory,
+    partitioner: Partitioner | str | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    num_classes: int | None = None,
+    placement: str = "nodes",
+    num_hops: int = 1,
+) -> Path:
+    """Return the folder of a graph's store in a cache, keyed by content and arguments; write it if it is not there.
+
+    Args:
+        data: A graph as :func:`pygdist.graph.prepare` returns it.
+        notes: Its notes.
+        cache: Folder of the stores.
+        num_parts: As of :func:`partition_graph`, like the following.
+        partitioner: A name, a class path, or an instance; by default that of the placement.
+        arguments: Arguments of the partitioner, if it is given by name.
+        num_classes: Number of classes; by default that of ``data``.
+        placement: Which fields a part has.
+        num_hops: Hops that the halo of a part reaches.
+
+    Raises:
+        InputError: As :func:`partition_graph`.
+    """
+    chosen = resolve_partitioner(partitioner or default_partitioner(placement), **(arguments or {}))
+    key = {
+        "method": f"{type(chosen).__module__}.{type(chosen).__qualname__}",
+        "arguments": chosen.arguments(),
+        "num_parts": vars(num_parts) if isinstance(num_parts, DeviceMemory) else num_parts,
+        "num_classes": num_classes,
+        "placement": [placement, num_hops],
+    }
+    folder = cache / store_key(content := content_of(data), key)
+    if not (folder / "meta.json").is_file():  # stores appear when they are complete
+        partition_graph(
+            data, folder, num_parts=num_parts, partitioner=chosen, notes=notes, num_classes=num_classes,
+            fingerprint=content, num_hops=num_hops, placement=placement,
+        )  # fmt: skip
+    return folder
 
 
 def partition_graph(

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from torch_geometric.nn import (
     ChebConv,
     CorrectAndSmooth,
@@ -136,6 +137,12 @@ def distribute(model: nn.Module, *, backend: Backend, savings: Savings | None = 
         model.register_forward_pre_hook(_BeginForward(backend, check=check), with_kwargs=True),
         model.register_forward_hook(_EndForward(backend), always_call=True),  # also after an exception
     )
+    return model
+
+
+def with_hooks(model: nn.Module, *hooks: RemovableHandle) -> nn.Module:
+    """Let :func:`undistribute` remove hooks of a distributed model too; returns the model."""
+    model.__dict__[_HOOK] += hooks
     return model
 
 

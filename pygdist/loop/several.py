@@ -1,0 +1,316 @@
+"""A graph that several processes share, for training loops of one's own: each holds a part, all see one graph."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch_geometric.data import Data
+
+from pygdist import signals
+from pygdist.backends import Backend, resolve_backend
+from pygdist.backends.base import names_of
+from pygdist.comm import Communicator
+from pygdist.errors import InputError
+from pygdist.graph import Shard, load_graph, prepare
+from pygdist.graph.sources.prepare import tell
+from pygdist.loop.gradients import SummedGradients
+from pygdist.memory.limits import told
+from pygdist.nn.inputs import fill_in_sizes
+from pygdist.nn.loss import labelled_rows
+from pygdist.partition import Partitioner
+from pygdist.partition.run import CACHE, cached_store
+from pygdist.routing.distribute import distribute, with_hooks
+
+
+def open_graph(
+    data: Data | str | Path | Callable[[], Data],
+    *,
+    backend: Backend | str = "comm",
+    partitioner: Partitioner | str | None = None,
+    device: torch.device | str | None = None,
+    cache_dir: str | Path = CACHE,
+) -> OpenGraph:
+    """Return this process's part of a graph, and what a training loop asks of the others.
+
+    Under ``torchrun`` every process calls it with the same arguments. The graph is partitioned once, into as many parts
+    as there are processes, by the first process of each machine, and kept in ``cache_dir``. Without ``torchrun`` one
+    process has all of the graph, and the same script runs.
+
+    Args:
+        data: The graph: a PyG ``Data``; a function that returns one, which only the process that partitions calls; a
+            folder that ``pygdist partition`` wrote; or a dataset by name or class path, as for
+            :class:`~pygdist.GraphDataModule`.
+        backend: Brings the rows of other processes: one that trains on the whole graph (``comm``, ``cache``,
+            ``hybrid``, ``tensor``, ``delayed``).
+        partitioner: Decides which process owns which node; by default that of the backend.
+        device: Device of the part. By default the GPU of this process (``LOCAL_RANK``), if the machine has as many
+            GPUs as processes, else the CPU.
+        cache_dir: Folder of the partitioned graphs.
+
+    Raises:
+        InputError: On all processes, if the graph cannot be read or partitioned, or the backend trains on parts or
+            mini-batches.
+
+    Example:
+        >>> graph = pygdist.open_graph(data)
+        >>> model = graph.distribute(GCN(graph.num_features, 64, num_layers=2, out_channels=graph.num_classes))
+        >>> loss = graph.mean_loss(F.cross_entropy, model(graph.x, graph.edge_index), graph.y, graph.train_mask)
+    """
+    runs = resolve_backend(backend)
+    if runs.abilities.trains_parts or runs.abilities.mini_batches:
+        whole = names_of(lambda one: not (one.trains_parts or one.mini_batches))
+        raise InputError(f"open_graph: backend '{runs.name}' does not train on the whole graph; use {whole}")
+    joined = _join()
+    place = _device() if device is None else torch.device(device)
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    group = dist.new_group(backend="nccl" if place.type == "cuda" and _own_gpus() else "gloo") if several else None
+    communicator = Communicator(group, device=place)
+    communicator.meet(place)
+    shard, error = None, None
+    try:
+        folder = _folder(data, runs, partitioner, Path(cache_dir).expanduser(), communicator) if _is_first() else ""
+    except Exception as problem:
+        folder, error = "", told(problem)
+        if error is None:
+            raise
+    communicator.agree(error)
+    folders = communicator.gather_text(str(folder))
+    mine = next(one for one in [str(folder), *folders] if one)  # a machine's first process tells the others
+    try:
+        shard = Shard.load(mine, communicator.rank, num_parts=communicator.world_size).to(place)
+    except Exception as problem:
+        error = told(problem)
+        if error is None:
+            raise
+    communicator.agree(error)
+    assert shard is not None
+    runs.bind(shard, communicator)
+    return OpenGraph(shard, runs, communicator, joined=joined)
+
+
+class OpenGraph:
+    """A graph that several processes share; made by :func:`open_graph`.
+
+    Attributes:
+        x: Features of this process's nodes, ``(n, num_features)``.
+        edge_index: Edges into these nodes, for the model.
+        y: Their labels, or ``None``; -1 is unlabelled.
+        train_mask, val_mask, test_mask: The nodes of each stage, ``(n,)`` bool, or ``None``.
+        edge_weight, edge_attr, edge_type: Values of the edges, or ``None``.
+        n_id: The nodes' numbers in the graph, ``(n,)``.
+        num_nodes: Nodes of the whole graph.
+        num_features, num_classes: Of the whole graph.
+        rank, num_ranks: This process, and the number of all.
+        device: Where the part is.
+    """
+
+    def __init__(self, shard: Shard, backend: Backend, communicator: Communicator, *, joined: bool) -> None:
+        self._shard, self._backend, self._communicator, self._joined = shard, backend, communicator, joined
+        self.x, self.edge_index, self.y = shard.x, shard.adjacency, shard.y
+        self.train_mask, self.val_mask, self.test_mask = shard.train_mask, shard.val_mask, shard.test_mask
+        self.edge_weight, self.edge_attr, self.edge_type = shard.edge_weight, shard.edge_attr, shard.edge_type
+        self.n_id, self.num_nodes, self.num_classes = shard.owned_id, shard.num_nodes, shard.num_classes
+        self.num_features, self.device = shard.x.size(1), shard.x.device
+        self.rank, self.num_ranks = communicator.rank, communicator.world_size
+        self._hook, sys.excepthook = sys.excepthook, self._on_error
+
+    def __repr__(self) -> str:
+        edges = self.edge_index.size(1)
+        return f"OpenGraph({self.rank} of {self.num_ranks}: {len(self.x)} of {self.num_nodes} nodes, {edges} edges)"
+
+    def distribute(self, model: nn.Module) -> nn.Module:
+        """Let a model run on the whole graph, in place; every process calls it.
+
+        The model is moved to :attr:`device`, and takes the parameters of the first process. Sizes of -1 are filled in.
+        Gradients are summed over the processes at the end of each backward pass, and norms take their statistics over
+        all nodes. ``state_dict`` is that of the plain model.
+
+        Returns:
+            ``model`` itself. Call it as ``model(graph.x, graph.edge_index)``; it returns the rows of this process's
+            nodes.
+
+        Raises:
+            InputError: On all processes, as :func:`~pygdist.distribute`.
+        """
+        fill_in_sizes(model, self._shard)
+        model.to(self.device)
+        if self.num_ranks > 1:
+            self._share(model)
+        distribute(model, backend=self._backend)
+        self._backend.look_at(model, None)
+        if self.num_ranks > 1:
+            with_hooks(model, *SummedGradients(model, self._communicator).hooks)
+        return model
+
+    def _share(self, model: nn.Module) -> None:
+        """Bring the parameters and buffers of rank 0."""
+        with torch.no_grad():
+            for one in (*model.parameters(), *model.buffers()):
+                flat = one.detach().to(torch.float64 if one.is_floating_point() else torch.int64).reshape(-1).clone()
+                flat = flat if self.rank == 0 else torch.zeros_like(flat)
+                self._communicator.reduce_in_place(flat, "parameters")
+                one.copy_(flat.view_as(one))
+
+    def mean_loss(
+        self, loss: Callable[..., Tensor], output: Tensor, target: Tensor | None, mask: Tensor | None = None
+    ) -> Tensor:
+        """Return the mean loss over all labelled nodes of the graph, the same number on every process.
+
+        Its backward pass gives each process its share of the gradient. Every process calls it, with nodes or without.
+
+        Args:
+            loss: A loss of torch that takes ``reduction``, as a function or a module, or a function that returns the
+                loss of each node. Class weights (``weight`` of a module) count as in torch's mean.
+            output: Output of the model for this process's nodes, ``(n, ...)``.
+            target: The labels, ``(n, ...)``; nodes with label -1 or NaN do not count.
+            mask: The nodes that count, ``(n,)`` bool; all by default.
+
+        Raises:
+            InputError: If the graph has no labels, or no labelled node counts on any process, or ``loss`` does not
+                return a value for each node.
+        """
+        if target is None:
+            raise InputError("mean_loss: the graph has no labels (data.y)")
+        every = torch.ones(len(target), dtype=torch.bool, device=target.device) if mask is None else mask
+        rows = labelled_rows(target, every)
+        labels = target.index_select(0, rows)
+        values = _by_node(loss)(output.index_select(0, rows), labels)
+        if values.dim() == 0 or values.size(0) != len(rows):
+            raise InputError(
+                f"mean_loss: the loss returns a tensor of shape {tuple(values.shape)} for {len(rows)} nodes, expected "
+                "a value for each; take a loss of torch, or return the values before they are averaged"
+            )
+        weight = getattr(loss, "weight", None)
+        share = values.numel() if weight is None else float(weight.index_select(0, labels).sum())
+        local = values.sum()
+        sums = self._communicator.gather([float(local.detach()), float(share)]).sum(dim=0)
+        if not sums[1]:
+            raise InputError("mean_loss: no node with a label counts on any process; look at mask and labels")
+        mean = local / float(sums[1])
+        return mean + (float(sums[0] / sums[1]) - mean.detach())
+
+    def mean(self, values: Tensor, mask: Tensor | None = None) -> float:
+        """Return the mean of a number by node over all nodes of the graph, the same on every process.
+
+        Args:
+            values: A number or truth for each of this process's nodes, ``(n,)``.
+            mask: The nodes that count, ``(n,)`` bool; all by default.
+
+        Raises:
+            InputError: On all processes, if no node counts.
+        """
+        chosen = values if mask is None else values[mask]
+        sums = self._communicator.gather([float(chosen.sum(dtype=torch.float64)), float(chosen.numel())]).sum(dim=0)
+        if not sums[1]:
+            raise InputError("mean: the mask has no node on any process")
+        return float(sums[0] / sums[1])
+
+    def gather(self, rows: Tensor) -> Tensor | None:
+        """Return the rows of all nodes in the order of the graph, on the first process's host; ``None`` on the others.
+
+        Args:
+            rows: A row for each of this process's nodes, ``(n, ...)``, such as the model's output.
+        """
+        here, ids = rows.detach().cpu(), self.n_id.cpu()
+        if self.num_ranks > 1:
+            ranks = self._communicator.on_host()
+            nothing = range(self.num_ranks - 1)
+            here_and_there = ranks.all_to_all([here, *(here[:0] for _ in nothing)], label="rows of all nodes")
+            of_all = ranks.all_to_all([ids, *(ids[:0] for _ in nothing)], label="numbers of all nodes")
+            here, ids = torch.cat(here_and_there), torch.cat(of_all)
+        return torch.empty_like(here).index_copy_(0, ids, here) if self.rank == 0 else None
+
+    def close(self) -> None:
+        """Leave the other processes, as the end of the script does too; every process calls it."""
+        sys.excepthook = self._hook
+        self._communicator.close()
+        if self._joined and dist.is_initialized():
+            dist.destroy_process_group()
+            self._joined = False
+
+    def __enter__(self) -> OpenGraph:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+
+    def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Print a mistake in one line, and end with exit code 2, as pygdist's commands do; the others end alike."""
+        if not isinstance(error, InputError) or hasattr(sys, "ps1"):  # a prompt goes on
+            self._hook(kind, error, trace)
+            return
+        if self.rank == 0 or error.of_one_rank:
+            sys.stderr.write(f"error: {error}\n")
+        self._communicator.close(failed=error.of_one_rank)
+        signals.exit_now(2)
+
+
+def _by_node(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a loss that is not averaged over nodes."""
+    if isinstance(loss, nn.Module) and hasattr(loss, "reduction"):
+        by_node: Any = copy.copy(loss)
+        by_node.reduction = "none"
+        return by_node  # type: ignore[no-any-return]
+    try:
+        takes = "reduction" in inspect.signature(loss).parameters
+    except (TypeError, ValueError):
+        takes = False
+    return (lambda output, target: loss(output, target, reduction="none")) if takes else loss
+
+
+def _join() -> bool:
+    """Join the other processes that ``torchrun`` has started; return false if there are none, or it was done."""
+    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return False
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise InputError(f"WORLD_SIZE is set, but {', '.join(missing)} is not: start the script by torchrun")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if _own_gpus() else "gloo")
+    return True
+
+
+def _is_first() -> bool:
+    """Tell if this process is the first of its machine, which partitions."""
+    return int(os.environ.get("LOCAL_RANK", "0")) == 0
+
+
+def _own_gpus() -> bool:
+    """Tell if each process of this machine has a GPU of its own."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return torch.cuda.is_available() and torch.cuda.device_count() >= here
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if _own_gpus() else torch.device("cpu")
+
+
+def _folder(
+    data: Data | str | Path | Callable[[], Data],
+    backend: Backend,
+    partitioner: Partitioner | str | None,
+    cache: Path,
+    communicator: Communicator,
+) -> Path:
+    """Return the folder of the partitioned graph; partition it if it is not there."""
+    if isinstance(data, (str, Path)) and (Path(data) / "meta.json").is_file():
+        return Path(data).resolve()
+    graph, notes = prepare(load_graph(data))
+    if communicator.rank == 0:
+        tell(notes)
+    return cached_store(
+        graph, notes, cache, num_parts=communicator.world_size, partitioner=partitioner,
+        placement=backend.abilities.placement, num_hops=backend.abilities.num_hops,
+    ).resolve()  # fmt: skip

@@ -1,0 +1,255 @@
+"""``open_graph``: a loop of the caller's own on several processes repeats that of one process with plain PyG."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch_geometric.data import Data
+from torch_geometric.nn import GAT, GCN, GraphSAGE
+
+from pygdist import InputError, open_graph, undistribute
+from pygdist.testing import RankPool
+from tests.lightning.runs import graph as small_graph
+
+MODELS: dict[str, Any] = {
+    "GCN, batch norm": lambda: GCN(12, 8, num_layers=2, out_channels=4, norm="batch_norm", bias=False),
+    "GAT": lambda: GAT(12, 8, num_layers=2, out_channels=4, heads=2),
+    "GraphSAGE, max": lambda: GraphSAGE(12, 8, num_layers=3, out_channels=4, aggr="max"),
+}
+
+
+def _graph() -> Data:
+    data = small_graph()
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(160, generator=generator)
+    masks = {name: torch.zeros(160, dtype=torch.bool) for name in ("train_mask", "val_mask", "test_mask")}
+    for name, chosen in zip(masks, order.split((80, 40, 40)), strict=True):
+        masks[name][chosen] = True
+    return data.update(masks)
+
+
+def _alone(name: str, steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    torch.manual_seed(7)
+    data, model = _graph(), MODELS[name]().double()
+    optimizer, found = torch.optim.Adam(model.parameters(), lr=0.01), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        out = model(data.x, data.edge_index)
+        loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
+        loss.backward()
+        optimizer.step()
+        right = (out.argmax(dim=1) == data.y)[data.test_mask]
+        found += [float(loss), float(right.double().mean())]
+    return found, model.state_dict()
+
+
+def _trained(
+    rank: int, num_ranks: int, folder: str, name: str, backend: str, steps: int
+) -> tuple[list[float], dict[str, Tensor], Tensor | None]:
+    torch.manual_seed(7 + rank)  # the first process decides
+    graph = open_graph(_graph, backend=backend, cache_dir=folder)
+    model = graph.distribute(MODELS[name]().double())
+    optimizer, found = torch.optim.Adam(model.parameters(), lr=0.01), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        out = model(graph.x, graph.edge_index)
+        loss = graph.mean_loss(F.cross_entropy, out, graph.y, graph.train_mask)
+        loss.backward()
+        optimizer.step()
+        found += [float(loss), graph.mean(out.argmax(dim=1) == graph.y, graph.test_mask)]
+    undistribute(model)
+    return found, model.state_dict(), graph.gather(graph.y)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("backend", ["comm", "tensor", "cache"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_loop_repeats_that_of_one_process(
+    name: str, backend: str, num_ranks: int, pool: RankPool, tmp_path: Path
+) -> None:
+    expected, weights = _alone(name, 4)
+    for rank, (found, state, y) in enumerate(pool.run(_trained, num_ranks, str(tmp_path), name, backend, 4)):
+        assert found == pytest.approx(expected, rel=1e-9)
+        assert list(state) == list(weights)
+        for key, value in weights.items():
+            torch.testing.assert_close(state[key], value, rtol=0, atol=1e-9)
+        assert (y is None) == (rank > 0)
+        assert y is None or torch.equal(y, _graph().y)
+
+
+class _Gated(nn.Module):
+    """Some of its parameters get no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.unused = GCN(12, 8, num_layers=1), nn.Linear(3, 3)
+        self.frozen = nn.Parameter(torch.ones(8), requires_grad=False)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.conv(x, edge_index) * self.frozen
+        return out
+
+
+def _accumulated(rank: int, num_ranks: int, folder: str) -> list[Tensor]:
+    graph = open_graph(_graph, cache_dir=folder)
+    torch.manual_seed(0)
+    model = graph.distribute(_Gated().double())
+    for mask in (graph.train_mask, graph.test_mask & (rank == 0)):  # two passes, the second without nodes on some ranks
+        graph.mean_loss(F.cross_entropy, model(graph.x, graph.edge_index), graph.y, mask).backward()
+    assert model.frozen.grad is None
+    return [model.conv.convs[0].lin.weight.grad.clone(), graph.n_id]
+
+
+def test_gradients_of_several_passes_add_up(pool: RankPool, tmp_path: Path) -> None:
+    found = pool.run(_accumulated, 3, str(tmp_path))
+    torch.manual_seed(0)
+    data, model = _graph(), _Gated().double()
+    first = torch.zeros(160, dtype=torch.bool).index_fill(0, found[0][1], True)
+    for mask in (data.train_mask, data.test_mask & first):
+        F.cross_entropy(model(data.x, data.edge_index)[mask], data.y[mask]).backward()
+    for gradient, _ in found:
+        torch.testing.assert_close(gradient, model.conv.convs[0].lin.weight.grad, rtol=0, atol=1e-12)
+
+
+def _losses(rank: int, num_ranks: int, folder: str) -> list[float]:
+    graph, weight = open_graph(_graph, cache_dir=folder), torch.tensor([0.5, 2.0, 1.0, 0.0]).double()
+    out = F.one_hot(graph.n_id % 4, 4).double() * graph.n_id.unsqueeze(1) / 100
+    weighted, smooth = nn.CrossEntropyLoss(weight=weight), nn.CrossEntropyLoss(label_smoothing=0.1)
+    return [
+        float(graph.mean_loss(one, out, target, mask))
+        for one, target, mask in (
+            (weighted, graph.y, graph.train_mask),
+            (smooth, graph.y, None),
+            (F.mse_loss, out.detach() * 2 + 1, graph.val_mask),
+            (lambda output, y: (output.argmax(dim=1) - y).abs().double(), graph.y, graph.val_mask),
+        )
+    ]
+
+
+def test_losses_are_torchs_means(pool: RankPool, tmp_path: Path) -> None:
+    data, weight = _graph(), torch.tensor([0.5, 2.0, 1.0, 0.0]).double()
+    every = torch.arange(160)
+    out, train, val = F.one_hot(every % 4, 4).double() * every.unsqueeze(1) / 100, data.train_mask, data.val_mask
+    expected = [
+        F.cross_entropy(out[train], data.y[train], weight=weight),
+        F.cross_entropy(out, data.y, label_smoothing=0.1),
+        F.mse_loss(out[val], out[val] * 2 + 1),
+        (out[val].argmax(dim=1) - data.y[val]).abs().double().mean(),
+    ]
+    for found in pool.run(_losses, 3, str(tmp_path)):
+        assert found == pytest.approx([float(one) for one in expected], rel=1e-12)
+
+
+def _refused(rank: int, num_ranks: int, folder: str) -> list[str]:
+    said = []
+    graph = open_graph(_graph, cache_dir=folder)
+    nobody = torch.zeros_like(graph.train_mask)
+    for call in (
+        lambda: open_graph(Data(x=torch.ones(3, 2)), cache_dir=folder),
+        lambda: open_graph(_graph, backend="replica"),
+        lambda: graph.mean_loss(F.cross_entropy, graph.x[:, :4], None),
+        lambda: graph.mean_loss(F.cross_entropy, graph.x[:, :4], graph.y, nobody),
+        lambda: graph.mean_loss(lambda output, y: output.sum(), graph.x[:, :4], graph.y),
+        lambda: graph.mean(graph.y, nobody),
+        lambda: open_graph(f"{folder}/nothing"),
+    ):
+        try:
+            call()
+        except InputError as error:
+            said.append(str(error))
+    return said
+
+
+def test_mistakes_are_refused_on_all_ranks(pool: RankPool, tmp_path: Path) -> None:
+    for said in pool.run(_refused, 3, str(tmp_path)):
+        assert len(said) == 7
+        assert "edge_index" in said[0]
+        assert "backend 'replica' does not train on the whole graph; use" in said[1]
+        assert "no labels" in said[2]
+        assert "no node with a label counts on any process" in said[3]
+        assert "expected a value for each" in said[4]
+        assert "no node on any process" in said[5]
+        assert "nothing" in said[6]
+
+
+SCRIPT = """
+import sys
+import torch
+import torch.nn.functional as F
+from torch_geometric.nn import GCN
+
+import pygdist
+
+torch.manual_seed(0)
+graph = pygdist.open_graph("sbm", cache_dir=sys.argv[1])
+model = graph.distribute(GCN(graph.num_features, 16, num_layers=2, out_channels=graph.num_classes))
+optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+for epoch in range(3):
+    optimizer.zero_grad()
+    out = model(graph.x, graph.edge_index)
+    loss = graph.mean_loss(F.cross_entropy, out, graph.y, graph.train_mask)
+    loss.backward()
+    optimizer.step()
+if len(sys.argv) > 2 and graph.rank == 1:
+    exec(sys.argv[2])
+if graph.rank == 0:
+    print(graph.num_ranks, float(loss))
+    torch.save(model.state_dict(), sys.argv[1] + "/model.pt")
+"""
+
+
+def _script(tmp_path: Path, num_ranks: int, *words: str) -> subprocess.CompletedProcess[str]:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"] if num_ranks > 1 else []
+    return subprocess.run(
+        [sys.executable, *start, str(path), str(tmp_path), *words], env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_script_under_torchrun_and_alone(tmp_path: Path, warm_python: None) -> None:
+    losses = []
+    for num_ranks in (3, 1):
+        done = _script(tmp_path, num_ranks)
+        assert done.returncode == 0, done.stderr
+        ranks, loss = done.stdout.split()
+        assert int(ranks) == num_ranks
+        losses.append(float(loss))
+        assert set(torch.load(tmp_path / "model.pt")) == set(GCN(-1, 16, num_layers=2, out_channels=2).state_dict())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_ends_all(tmp_path: Path, warm_python: None) -> None:
+    done = _script(tmp_path, 3, "raise ValueError('of the user')")
+    assert done.returncode != 0
+    assert "ValueError: of the user" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_mistake_is_told_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.py"
+    path.write_text("import pygdist\npygdist.open_graph('sbm').mean_loss(len, None, None)\n")
+    told = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120, check=False)
+    assert told.returncode == 2
+    assert told.stderr.splitlines()[-1] == "error: mean_loss: the graph has no labels (data.y)"
+    assert "Traceback" not in told.stderr
+
+
+def test_variables_of_a_launcher_that_lack_some_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not dist.is_initialized()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(InputError, match=r"WORLD_SIZE is set, but RANK.* not: start the script by torchrun"):
+        open_graph(_graph)
