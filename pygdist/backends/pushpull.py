@@ -12,6 +12,7 @@ import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
@@ -42,7 +43,7 @@ from pygdist.hops.cuts import Cut, InEdges
 from pygdist.hops.layer import own_class
 from pygdist.hops.untouched import IrreversibleError
 from pygdist.hops.user_code import in_one_line
-from pygdist.nn.inputs import edge_inputs
+from pygdist.nn.inputs import arguments_of, edge_inputs
 from pygdist.nn.norms import INSTANCE_NORMS
 from pygdist.sampler.base import MiniBatches
 from pygdist.sampler.steps import Steps
@@ -359,10 +360,11 @@ class PushPullBackend(SampledBackend):
             x = UnheldRows.of(x.as_strided((num_rows, self.shard.x.size(1)), (0, 0)))
             trial = self._trial = StandIn(x, inputs.get("edge_weight"), hops.num_seeds)
             of_edges: list[Kind] = ["edge"]
-            call = Call(model, (x, adjacency), inputs, ["node", None, *of_edges * len(inputs)])
+            args, others = arguments_of(model, SimpleNamespace(x=x, **inputs), adjacency)
+            call = Call(model, args, others, ["node", None, *of_edges * len(inputs)])
             for training in (True, False) if not outs else (False,):
-                with self._by_itself(model, self._over(call.args, inputs), training):
-                    out = tensors_of(model.forward(x, adjacency, **inputs))
+                with self._by_itself(model, self._over(args, others), training):
+                    out = tensors_of(model.forward(*args, **others))
                     trial.check(model, out)
                 if trial.layer is None or (not outs and any(bool(one.isnan().any()) for one in out)):
                     raise refused(model, _ELSEWHERE)

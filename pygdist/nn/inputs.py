@@ -1,13 +1,15 @@
-"""Calls of a model: ``model(x, edge_index)``, and the edge inputs that its ``forward`` takes and the graph has."""
+"""Calls of a model: ``model(x, edge_index)`` with the edge inputs that its ``forward`` takes, or ``model(data)``."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
 
 from pygdist.errors import InputError
@@ -22,9 +24,28 @@ _OF_OTHER_TYPES = (
 _INTEGERS = ("long", "int", "char", "byte", "short", "bool")  # in torch's words
 
 
+_DATA = ("data", "graph", "batch")
+
+
+def takes_data(model: nn.Module) -> bool:
+    """Return true for a model whose ``forward`` takes a graph as one object, as in PyG's tutorials: ``model(data)``.
+
+    Its one parameter without a default is called ``data``, ``graph`` or ``batch``, or annotated as a ``Data``.
+    """
+    parameters = inspect.signature(model.forward).parameters.values()
+    needed = [one for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+    return len(needed) == 1 and (needed[0].name in _DATA or needed[0].annotation in (Data, "Data"))
+
+
+def arguments_of(model: nn.Module, graph: Any, edges: Tensor) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
+    """Return the arguments of a model's call for ``graph`` (a ``Data`` or ``Shard``), with these edges."""
+    inputs = edge_inputs(model, graph)
+    return ((Data(x=graph.x, edge_index=edges, **inputs),), {}) if takes_data(model) else ((graph.x, edges), inputs)
+
+
 def edge_inputs(model: nn.Module, graph: Any) -> dict[str, Tensor]:
     """Return edge weights, attributes and types of ``graph`` (a ``Data`` or ``Shard``) that ``model.forward`` takes."""
-    taken = inspect.signature(model.forward).parameters
+    taken = EDGE_FIELDS if takes_data(model) else inspect.signature(model.forward).parameters
     unused = set()
     if type(model).__module__.startswith("torch_geometric."):
         # PyG's models have every parameter, even if their layers do not use it
@@ -40,25 +61,26 @@ def outputs_of(model: nn.Module, graph: Any, edges: Tensor) -> Any:
     """Return whatever ``model`` returns for a graph.
 
     Args:
-        model: Any module called as ``model(x, edge_index)``, and with edge inputs if its forward takes them.
+        model: Any module called as ``model(x, edge_index)``, and with edge inputs if its forward takes them; or as
+            ``model(data)`` (:func:`takes_data`).
         graph: A ``Data`` or a ``Shard``.
         edges: The ``edge_index`` to pass to the model.
 
     Raises:
         InputError: If the model takes another number of features than the graph has.
     """
-    width, inputs = graph.x.size(1), edge_inputs(model, graph)
+    width, (args, inputs) = graph.x.size(1), arguments_of(model, graph, edges)
     try:
-        inspect.signature(model.forward).bind(graph.x, edges, **inputs)
+        inspect.signature(model.forward).bind(*args, **inputs)
     except TypeError as error:
         call = ", ".join(["x", "edge_index", *(f"{name}=..." for name in inputs)])
         raise InputError(
             f"{type(model).__name__}.forward cannot be called as model({call}): {error}; wrap it in a module that can"
         ) from error
     try:
-        return model(graph.x, edges, **inputs)
+        return model(*args, **inputs)
     except (RuntimeError, TypeError, InputError) as error:
-        _explain_integers(error, {"x": graph.x, **inputs})
+        _explain_integers(error, {"x": graph.x, **edge_inputs(model, graph)})
         if "shapes cannot be multiplied" not in str(error) or f"x{width} and" not in str(error):
             raise
         raise InputError(
@@ -134,7 +156,8 @@ def fill_in_sizes(model: nn.Module, graph: Any) -> None:
     }
     try:
         with torch.no_grad():
-            model.eval()(small.pop("x"), loops, **small)
+            args, others = arguments_of(model, SimpleNamespace(**small), loops)
+            model.eval()(*args, **others)
     except (RuntimeError, TypeError) as error:
         _explain_integers(error, inputs)
         raise

@@ -32,7 +32,7 @@ from pygdist.comm.ddp import DDP_OPTIONS, ddp_loss_scale
 from pygdist.errors import InputError
 from pygdist.graph import Shard, write_store
 from pygdist.memory.scratch import ScratchFolder
-from pygdist.nn.inputs import edge_inputs
+from pygdist.nn.inputs import arguments_of
 from pygdist.nn.loss import labelled, summed_loss
 from pygdist.routing import distribute, undistribute
 from pygdist.testing.graphs import GRAPHS, random_edge_part, random_graph
@@ -85,7 +85,8 @@ def reference_step(model: nn.Module, data: Data) -> Step:
     y, mask = data.get("y"), data.get("train_mask")
     if y is None or mask is None or not bool(labelled(y, mask).any()):
         raise InputError("the graph has no labelled training nodes, so there is no step to compare; set y, train_mask")
-    run = partial(model, data.x, data.edge_index, **edge_inputs(model, data))
+    args, inputs = arguments_of(model, data, data.edge_index)
+    run = partial(model, *args, **inputs)
     output, chosen = run(), labelled(y, mask)
     # torch's own means, not the sums over ranks
     if y.dim() == 1:
@@ -109,12 +110,12 @@ def distributed_step(model: nn.Module, shard: Shard, communicator: Communicator,
     if communicator.world_size > 1:
         # in the default process group, as under Lightning; exchanges have a group of their own
         trained = DistributedDataParallel(model, static_graph=static_graph, **DDP_OPTIONS)
-    inputs, reached = edge_inputs(model, shard), _Reached(model)
-    output = trained(shard.x, shard.adjacency, **inputs)
+    (args, inputs), reached = arguments_of(model, shard, shard.adjacency), _Reached(model)
+    output = trained(*args, **inputs)
     total, count = summed_loss(output, shard.y, shard.train_mask)
     sums = communicator.gather((float(total.detach()), float(count))).sum(dim=0)
     (total * ddp_loss_scale(int(sums[1]), communicator.world_size)).backward()
-    run = partial(model, shard.x, shard.adjacency, **inputs)
+    run = partial(model, *args, **inputs)
     return _finish(model, run, output, float(sums[0] / sums[1]), reached.unused())
 
 
