@@ -45,13 +45,11 @@ def contenders(csr: CSR, x: Tensor) -> Iterator[tuple[str, str, Callable[[], Any
         return out.scatter_reduce_(0, target, messages, reduce, include_self=False)
 
     yield "sum", "pygdist", lambda: spmm(csr, x)
-    yield "sum", "pygdist, repeatable", lambda: _repeatable(lambda: spmm(csr, x))
     if x.dtype in (torch.float32, torch.float64):
         matrix = torch.sparse_csr_tensor(csr.indptr, column, torch.ones_like(weight), (csr.num_rows, csr.num_cols))
         yield "sum", "torch", lambda: matrix @ x
     yield "sum", "PyG", lambda: x.new_zeros(csr.num_rows, x.size(1)).index_add_(0, row, x.index_select(0, column))
     yield "sum, weights", "pygdist", lambda: spmm(csr, x, weight)
-    yield "sum, weights", "pygdist, repeatable", lambda: _repeatable(lambda: spmm(csr, x, weight))
     yield "max", "pygdist", lambda: spmm(csr, x, None, "max")
     yield "max", "PyG", lambda: scattered(x.index_select(0, column), "amax")
     yield from _attention(csr, x)
@@ -73,16 +71,6 @@ def _attention(csr: CSR, x: Tensor) -> Iterator[tuple[str, str, Callable[[], Any
     yield "gat, both passes", "pygdist", trained
     yield "gatv2", "pygdist", lambda: weighted(gatv2_scores(csr, rows, rows, vector))
     yield "transformer", "pygdist", lambda: weighted(sddmm(csr, rows, rows))
-
-
-def _repeatable(run: Callable[[], Tensor]) -> Tensor:
-    """Run a kernel where results must be the same bit for bit."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        return run()
-    finally:
-        torch.use_deterministic_algorithms(before)
 
 
 def graphs(nodes: int, edges: int) -> dict[str, CSR]:

@@ -180,6 +180,11 @@ class Adjacency(EdgeIndex):
                 owner._slots[slot] = make()
         return owner._slots.get(slot)
 
+    def keep(self, slot: Slot[T], value: T) -> None:
+        """Set the content of ``slot``, which is kept with :attr:`origin`."""
+        owner = self.origin
+        owner._slots = {**(owner._slots or {}), slot: value}
+
     def csr(self) -> CSR:
         """Return the edges by destination as :class:`~pygdist.kernels.CSR`."""
         return self._csr

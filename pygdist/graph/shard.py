@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -219,22 +220,38 @@ class Shard:
 def is_unknown(x: Tensor) -> bool:
     """Tell if rows are those of :func:`unknown_rows`, or a part of them.
 
-    On a GPU their strides tell, as the host would wait for the number: other rows become dense when they are moved.
+    On a GPU they are one number that is kept there, and known by its address: the host does not wait to look at it.
     """
-    one_number = x.dim() == 2 and x.stride() == (0, 0) and x.is_floating_point()
-    return one_number and (x.numel() == 0 or x.is_cuda or bool(x[0, 0].isnan()))
+    if not (x.dim() == 2 and x.stride() == (0, 0) and x.is_floating_point()):
+        return False
+    if x.is_cuda and x.numel():
+        return x.data_ptr() == _number(x.device, x.dtype).data_ptr()
+    return x.numel() == 0 or bool(x[0, 0].isnan())
+
+
+def _number(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return the number that stands for all unknown rows on a GPU."""
+    return _made_number(torch.cuda.current_device() if device.index is None else device.index, dtype)
+
+
+@functools.cache
+def _made_number(gpu: int, dtype: torch.dtype) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.full((1, 1), float("nan"), dtype=dtype, device=torch.device("cuda", gpu))
 
 
 def converted(value: Tensor, to: torch.device | torch.dtype) -> Tensor:
     """Return a tensor on a device or in a type; unknown rows stay one number in memory."""
-    if is_unknown(value) and value.numel():
-        return value[:1, :1].to(to).as_strided(value.shape, (0, 0))
+    device, dtype = (value.device, to) if isinstance(to, torch.dtype) else (to, value.dtype)
+    if (value.numel() or device.type == "cuda") and is_unknown(value):
+        number = _number(device, dtype) if device.type == "cuda" else value[:1, :1].to(to)
+        return number.as_strided(value.shape, (0, 0))
     result: Tensor = value.to(to)
     return result
 
 
 def moved(value: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the host on a device, without waiting for a GPU; unknown rows stay one number in memory."""
+    """Return a tensor of the host on a device, as :func:`uploaded` does; unknown rows stay one number in memory."""
     return converted(value, device) if is_unknown(value) else uploaded(value, device)
 
 

@@ -1,9 +1,8 @@
 """The kernels by Triton, for CUDA.
 
-The functions are those of :mod:`pygdist.kernels._torch`, and are described there. Sums with one weight by edge, or
-none, stay with torch's CSR product, which spreads long rows over the GPU. ``torch.use_deterministic_algorithms`` brings
-these to Triton too: it adds nothing atomically, so its results are the same bit for bit each time. No kernel makes a
-tensor of edges times channels.
+The functions are those of :mod:`pygdist.kernels._torch`, and are described there. Nothing is added atomically, so
+results are the same bit for bit each time. No kernel makes a tensor of edges times channels. On an H200 sums take as
+long as cuSPARSE's, or less, but for graphs whose edges all enter one node (experiments/gpu).
 
 One program walks through the entries of a row. Rows of more than :data:`LONG` entries are cut in pieces, a program for
 each, whose results are folded afterwards: sums are added up, extrema compared, softmaxes scaled to the largest score.
@@ -28,8 +27,8 @@ __all__ = [
     "gat_grad", "gatv2_grad", "gatv2_scores", "sddmm", "share_ties", "spmm", "spmm_into", "sum_edges",
 ]  # fmt: skip
 
-# Sizes that were fastest on an H200, of 512 to 2048 values, 1 to 4 warps and rows cut at 256 to 4096 entries. One warp
-# reads a few rows at a time: several would wait for each other after each tile to add up what they read.
+# Sizes that were fastest on an H200, tried by hand: 512 to 2048 values, 1 to 4 warps, rows cut at 256 to 4096 entries.
+# One warp reads a few rows at a time: several would wait for each other after each tile to add up what they read.
 _TILE = 1024  # values that one program holds at a time
 _BY_HEAD = 512  # with several heads, or where the channels of a head are summed
 _WARP = 1024  # values of a warp
@@ -60,9 +59,6 @@ def works(number: int) -> bool:
 
 
 def spmm(csr: CSR, x: Tensor, weight: Tensor | None, op: str, reduce: str) -> Tensor:
-    whole = x.dtype in (torch.float32, torch.float64) and (weight is None or weight.shape[1] == 1)
-    if whole and _torch.fits(csr) and op != "add" and not torch.are_deterministic_algorithms_enabled():
-        return _torch.spmm(csr, x, weight, op, reduce)
     out = x.new_empty(csr.num_rows, x.shape[1])
     _sum(out, csr, x, weight, op)
     return out / csr.indptr.diff().clamp(min=1).unsqueeze(-1) if reduce == "mean" else out
@@ -76,7 +72,7 @@ def spmm_into(out: Tensor, csr: CSR, x: Tensor, weight: Tensor | None, *, onto: 
 
 
 def extremum(csr: CSR, x: Tensor, weight: Tensor | None, op: str, reduce: str, places: Tensor) -> tuple[Tensor, Tensor]:
-    matrix = _cut(csr)
+    matrix = _matrix_of(csr)
     sign = 1 if reduce == "max" else -1
     (out,), fold = matrix.by_row(x.new_empty(csr.num_rows, x.shape[1]))
     _launch("extremum", _Tile.of_values(x, _heads(weight)), matrix, x, weight, out, OP=op, SIGN=sign)
@@ -84,7 +80,7 @@ def extremum(csr: CSR, x: Tensor, weight: Tensor | None, op: str, reduce: str, p
 
 
 def share_ties(csr: CSR, x: Tensor, weight: Tensor | None, op: str, out: Tensor, grad_out: Tensor) -> Tensor:
-    matrix = _cut(csr)
+    matrix = _matrix_of(csr)
     (count,), fold = matrix.by_row(torch.empty_like(out, memory_format=torch.contiguous_format))
     _launch("count_ties", _Tile.of_values(x, _heads(weight)), matrix, x, weight, out, count, OP=op)
     # scatter_reduce starts from zeros and counts them as attaining an extremum of 0; PyG's gradients have that share
@@ -92,7 +88,7 @@ def share_ties(csr: CSR, x: Tensor, weight: Tensor | None, op: str, out: Tensor,
 
 
 def extremum_grad(transposed: CSR, x: Tensor, weight: Tensor | None, op: str, out: Tensor, share: Tensor) -> Tensor:
-    matrix = _cut(transposed)
+    matrix = _matrix_of(transposed)
     (grad_x,), fold = matrix.by_row(torch.empty_like(x, memory_format=torch.contiguous_format))
     tile = _Tile.of_values(x, _heads(weight))
     _launch("extremum_grad", tile, matrix, x, weight, out, share, grad_x, OP=op)
@@ -100,7 +96,7 @@ def extremum_grad(transposed: CSR, x: Tensor, weight: Tensor | None, op: str, ou
 
 
 def extremum_value_grad(csr: CSR, x: Tensor, weight: Tensor, op: str, out: Tensor, share: Tensor) -> Tensor:
-    matrix = _cut(csr)
+    matrix = _matrix_of(csr)
     grad_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
     tile = _Tile.of_heads(x, weight.shape[1])
     _launch("extremum_value_grad", tile, matrix, x, weight, out, share, grad_weight, OP=op)
@@ -108,16 +104,16 @@ def extremum_value_grad(csr: CSR, x: Tensor, weight: Tensor, op: str, out: Tenso
 
 
 def sddmm(csr: CSR, x: Tensor, y: Tensor, heads: int) -> Tensor:
-    matrix = _cut(csr)
     if heads == 1 and x.dtype in (torch.float32, torch.float64):
         return _torch.sddmm(csr, x, y, heads)
+    matrix = _matrix_of(csr)
     out = x.new_empty(csr.num_entries, heads, dtype=torch.promote_types(x.dtype, torch.float32))
     _launch("sddmm", _Tile.of_heads(x, heads), matrix, x, y, out)
     return out
 
 
 def edge_softmax(csr: CSR, source: Tensor | None, target: Tensor | None, edge: Tensor | None, slope: float) -> Tensor:
-    matrix = _cut(csr)
+    matrix = _matrix_of(csr)
     like = next(part for part in (edge, source, target) if part is not None)
     alpha, of_rows = like.new_empty(csr.num_entries, like.shape[1]), like.new_empty(csr.num_rows, like.shape[1])
     (largest, total), fold = matrix.by_row(of_rows, torch.empty_like(of_rows))
@@ -133,7 +129,7 @@ def edge_softmax(csr: CSR, source: Tensor | None, target: Tensor | None, edge: T
 def edge_softmax_grad(
     csr: CSR, source: Tensor | None, target: Tensor | None, edge: Tensor | None, slope: float, out: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor]:
-    matrix = _cut(csr)
+    matrix = _matrix_of(csr)
     tile, by_entry, of_rows = _Tile.of_scalars(out), torch.empty_like(out), out.new_empty(csr.num_rows, out.shape[1])
     (dot, by_row), fold = matrix.by_row(of_rows, torch.empty_like(of_rows))
     _launch("sum_products", tile, matrix, out, grad, dot)
@@ -143,14 +139,14 @@ def edge_softmax_grad(
 
 
 def sum_edges(csr: CSR, values: Tensor) -> Tensor:
-    matrix = _cut(csr)
+    matrix = _matrix_of(csr)
     (out,), fold = matrix.by_row(values.new_empty(csr.num_rows, values.shape[1]))
     _launch("sum_edges", _Tile.of_scalars(values), matrix, values, out)
     return _added(fold, out)
 
 
 def gatv2_scores(csr: CSR, source: Tensor, target: Tensor, attention: Tensor, slope: float, heads: int) -> Tensor:
-    matrix = _cut(csr)
+    matrix = _matrix_of(csr)
     scores = source.new_empty(csr.num_entries, heads)
     _launch("gatv2_scores", _Tile.of_heads(source, heads), matrix, source, target, attention, scores, slope=slope)
     return scores
@@ -159,7 +155,7 @@ def gatv2_scores(csr: CSR, source: Tensor, target: Tensor, attention: Tensor, sl
 def gatv2_grad(
     csr: CSR, source: Tensor, target: Tensor, attention: Tensor, slope: float, grad_scores: Tensor, *, both: bool
 ) -> tuple[Tensor, Tensor]:
-    matrix = _cut(csr)
+    matrix = _matrix_of(csr)
     of_rows = torch.empty_like(target, memory_format=torch.contiguous_format)
     (grad_target, grad_attention), fold = matrix.by_row(of_rows, torch.empty_like(of_rows) if both else of_rows[:0])
     tile = _Tile.of_heads(source, grad_scores.shape[1])
@@ -171,7 +167,7 @@ def gatv2_grad(
 def gat(
     csr: CSR, x: Tensor, source: Tensor, target: Tensor, slope: float, graded: bool, onto: tuple[Tensor, ...] = ()
 ) -> tuple[Tensor, ...]:
-    matrix = _cut(csr)
+    matrix = _matrix_of(csr)
     rows, heads = target.shape
     weighs = graded or matrix.pieces is not None  # pieces are weighed by their facts
     of_rows = x.new_empty(rows, x.shape[1])
@@ -190,7 +186,7 @@ def gat(
 def gat_grad(
     transposed: CSR, x: Tensor, source: Tensor, slope: float, ends: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor]:
-    matrix = _cut(transposed)
+    matrix = _matrix_of(transposed)
     (grad_x, grad_source), fold = matrix.by_row(x.new_empty(x.shape), source.new_empty(source.shape))
     tile = _Tile.of_heads(x, source.shape[1], fewest=4)  # fewer take longer: it reads six numbers by entry and head
     parts, sizes = (x, source, ends, grad, grad_x, grad_source), (ends.shape[1],)
@@ -230,7 +226,7 @@ class _Matrix:
         return [one.new_empty(self.pieces.row.numel(), *one.shape[1:]) for one in likes], self.pieces.fold
 
 
-def _cut(csr: CSR) -> _Matrix:
+def _matrix_of(csr: CSR) -> _Matrix:
     long = csr.num_entries >= MANY
     return _Matrix(csr, kept(csr, ("pieces", LONG), lambda: _pieces(csr)) if long else None)
 
@@ -249,7 +245,7 @@ def _pieces(csr: CSR) -> _Pieces | None:
 
 
 def _sum(out: Tensor, csr: CSR, x: Tensor, weight: Tensor | None, op: str, *, onto: bool = False) -> None:
-    matrix = _cut(csr)
+    matrix = _matrix_of(csr)
     (sums,), fold = matrix.by_row(out)
     if fold is not None:
         sums = torch.empty_like(sums, dtype=torch.promote_types(sums.dtype, torch.float32))
@@ -270,7 +266,7 @@ def _added(fold: CSR | None, of_pieces: Tensor) -> Tensor:
 
 def _largest(fold: CSR, of_pieces: Tensor, sign: int = 1) -> Tensor:
     """Return the largest result of the pieces of each row; the smallest with ``sign`` -1."""
-    matrix = _cut(fold)
+    matrix = _matrix_of(fold)
     (out,), again = matrix.by_row(of_pieces.new_empty(fold.num_rows, of_pieces.shape[1]))
     _launch("extremum", _Tile.of_values(of_pieces, 1), matrix, of_pieces, None, out, OP="copy", SIGN=sign)
     return out if again is None else _largest(again, out, sign)

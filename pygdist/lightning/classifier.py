@@ -25,6 +25,7 @@ from pygdist.nn.loss import labelled_rows, node_losses, summed_loss
 Stage = Literal["train", "val", "test"]
 
 _LABELLED = Slot[Memo[Tensor]]("labelled nodes of each stage")
+_SHARES = Slot[Memo[float]]("sums of class weights of each stage")
 _TRAINING = Slot[Memo[tuple[int, float]]]("number and weights of training nodes")
 _UNLABELLED = "the graph has no labelled nodes for stage '{0}' ({0}_mask)"
 
@@ -79,6 +80,7 @@ class NodeClassifier(GraphModule):
         if class_weights is not None and not any(class_weights):
             raise InputError(f"class_weights are {class_weights}, expected a number above 0 among them")
         self.class_weights = class_weights
+        self._weights: Tensor | None = None  # on the device of the labels
         self._train_share: float | None = None  # of all ranks, in this run
 
     @override
@@ -182,14 +184,15 @@ class NodeClassifier(GraphModule):
         """Return the weight of each node's class, 0 without a label; ``None`` if classes have none."""
         if self.class_weights is None:
             return None
-        weights = torch.tensor([*self.class_weights, 0.0], dtype=torch.float64, device=y.device)
-        return weights[y]  # -1 is the last
+        if self._weights is None or self._weights.device != y.device:
+            self._weights = torch.tensor([*self.class_weights, 0.0], dtype=torch.float64, device=y.device)
+        return self._weights.index_select(0, y.where(y >= 0, len(self.class_weights)))
 
     def _learn(self, shard: Shard, out: Any) -> tuple[Tensor, float]:
         """Return the summed loss over labelled training nodes, and their share; update and log the metrics."""
         if shard.y is None or shard.train_mask is None or not shard.counts["train_mask"]:
             raise InputError(_UNLABELLED.format("train"))
-        return self._noted(out, shard.y, _labelled_rows(shard, "train"), "train")
+        return self._noted(out, shard.y, _labelled_rows(shard, "train"), "train", share=self._share(shard, "train"))
 
     def _learn_sample(self, shard: Shard, sample: Data, num_in_step: int | None) -> Tensor:
         """Return the mean loss of a mini-batch's training nodes; with GraphSAINT's norms it estimates the part's."""
@@ -202,7 +205,7 @@ class NodeClassifier(GraphModule):
             total, share = self._noted(out, graph.y, graph.labelled, "train")
         else:  # a node's norm is the share of the part's training nodes that it stands for
             count, share = self._training_of(shard)
-            sampled = graph.layout.share * count
+            sampled = graph.layout.share * count if self.class_weights is None else None
             total, _ = self._noted(out, graph.y, graph.labelled, "train", norm * count, sampled)
         return self.scaled(total, self._in_step(share, num_in_step), share)
 
@@ -218,6 +221,20 @@ class NodeClassifier(GraphModule):
 
         key = None if weights is None else tuple(weights)
         return shard.adjacency.slot(_TRAINING, Memo).get(key, (y, mask), counted)
+
+    def _share(self, shard: Shard, stage: Stage) -> float | None:
+        """Return the sum of the class weights of a stage's nodes, asked once of a GPU; ``None`` without weights."""
+        y, mask, weights = shard.y, getattr(shard, f"{stage}_mask"), self.class_weights
+        assert y is not None, "the caller checks it"
+
+        def summed() -> float:
+            of_classes = self._weights_of(y)
+            assert of_classes is not None
+            return float(of_classes[_labelled_rows(shard, stage)].sum())
+
+        if weights is None:
+            return None
+        return shard.adjacency.slot(_SHARES, Memo).get((stage, *weights), (y, mask), summed)
 
     def _in_step(self, share: float, num_in_step: int | None) -> float:
         """Return the nodes that all ranks train on in a step, or their weights; 1 if there are none.
@@ -236,7 +253,8 @@ class NodeClassifier(GraphModule):
         if shard.y is None or getattr(shard, f"{stage}_mask") is None or not shard.counts[f"{stage}_mask"]:
             raise InputError(_UNLABELLED.format(stage))
         rows = _labelled_rows(shard, stage)
-        self._noted(each_tensor(out, lambda one: one.to(shard.x.device)), shard.y, rows, stage)
+        out = each_tensor(out, lambda one: one.to(shard.x.device))
+        self._noted(out, shard.y, rows, stage, share=self._share(shard, stage))
 
     def _idle(self, num_in_step: int | None, sample: Data | None) -> Tensor:
         """Return the loss of a rank that has nothing to train in a step; it takes part in all collective calls."""
@@ -263,17 +281,16 @@ class NodeClassifier(GraphModule):
         weight: Tensor | None = None,
         share: float | None = None,
     ) -> tuple[Tensor, float]:
-        """Return the summed loss over labelled ``rows`` (times ``weight``) and their share; log the metrics.
+        """Return the summed loss over labelled ``rows`` and their share; log the metrics.
 
-        If the caller knows the sum of ``weight`` over rows (``share``), it is not asked of a GPU.
+        Losses are multiplied by ``weight`` and by the weights of classes. If the caller knows the sum of these factors
+        over ``rows`` (``share``), no GPU is asked for it.
         """
         of_classes = self._weights_of(y)
         factor = weight if of_classes is None else of_classes if weight is None else weight * of_classes
         total, count = summed_loss(out, y, rows, factor, self.node_losses)
-        if factor is None:
-            share = count
-        elif of_classes is not None or share is None:
-            share = float(factor[rows].sum(dtype=torch.float64))
+        if share is None:
+            share = count if factor is None else float(factor[rows].sum(dtype=torch.float64))
         self._log(stage, self.logits(out)[rows], y[rows], total, share, None if weight is None else weight[rows])
         return total, share
 

@@ -23,7 +23,7 @@ from pygdist.graph.shard import converted, moved
 from pygdist.graph.sources.prepare import tell
 from pygdist.graph.surroundings import floats_unlike
 from pygdist.lightning.checks import RESERVE, check_graph_options, check_splits, expanded, left_unused, read_only_folder
-from pygdist.lightning.parts import FullGraphLoader, PartBatch, PartLoader, StepLoader, laid_out
+from pygdist.lightning.parts import FullGraphLoader, PartBatch, PartLoader, StepLoader, laid_out, stamped
 from pygdist.lightning.precomputed import Precomputed
 from pygdist.lightning.to_rank_zero import from_rank_zero
 from pygdist.memory.limits import told
@@ -429,7 +429,8 @@ class GraphDataModule(pl.LightningDataModule):
             dtype, sample = self._model_dtype(), batch.sample
             sample = (laid_out(sample) if "edge_index" in sample else sample).apply(lambda value: moved(value, device))
             floats = floats_unlike(sample, ("x", *EDGE_FIELDS, "edge_norm"), dtype)
-            batch.sample = sample.update({name: converted(value, dtype) for name, value in floats.items()})
+            sample = sample.update({name: converted(value, dtype) for name, value in floats.items()})
+            batch.sample = stamped(sample) if "layout" in sample else sample
         return batch
 
     def _model_dtype(self) -> torch.dtype:

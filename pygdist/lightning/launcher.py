@@ -149,9 +149,9 @@ class ProcessLauncher(_MultiProcessingLauncher):
         devices: list[torch.device] = self._strategy.parallel_devices or []
         if any(one.type == "cuda" for one in devices) and (self._start_method == "forkserver" or driver_runs()):
             raise InputError(
-                f"ranks that are forked ('{self._start_method}') cannot use GPUs: importing torch_geometric has "
-                "started CUDA's driver in the process that forks them. Use strategy 'graph_ddp' in a script, or "
-                "'graph_ddp_spawn', or accelerator='cpu'"
+                f"ranks that are forked ('{self._start_method}') cannot use GPUs, as CUDA's driver runs in the process "
+                "that forks them (importing torch_geometric may start it). Use strategy 'graph_ddp' in a script, "
+                "'graph_ddp_spawn' with a model from a module, or accelerator='cpu'"
             )
 
     def _await_end(self, context: ProcessContext) -> None:

@@ -10,11 +10,12 @@ import copy
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch_geometric.data import Data
 from typing_extensions import override
 
@@ -269,11 +270,13 @@ class Layout:
         edges_into: By a number of rows (the seeds, and the nodes up to each hop), the edges into the first so many.
         has_loops: True if an edge leads from a row to itself.
         share: Sum of GraphSAINT's norms of the labelled training rows; ``None`` without norms.
+        of: The fields that it was made of, with their versions.
     """
 
     edges_into: Mapping[int, int]
     has_loops: bool
     share: float | None = None
+    of: Mapping[str, tuple[Tensor | None, int]] = field(default_factory=dict)
 
 
 def laid_out(sample: Data) -> Data:
@@ -299,7 +302,26 @@ def laid_out(sample: Data) -> Data:
         share = None if norm is None else float(norm[out.labelled].sum(dtype=torch.float64))
     ends = itertools.accumulate(out.get("num_sampled_nodes") or ())
     out.layout = Layout({end: int(csr.indptr[end]) for end in ends}, bool(is_self_loop(csr).any()), share)
-    return out
+    return stamped(out)
+
+
+def stamped(sample: Data) -> Data:
+    """Note the fields that a batch's layout was made of, as they are now: whoever changes them gets another layout."""
+    sample.layout = replace(sample.layout, of=_fields_of_layout(sample))
+    return sample
+
+
+def _fields_of_layout(sample: Data) -> dict[str, tuple[Tensor | None, int]]:
+    fields = {name: sample.get(name) for name in ("edge_index", "y", "train_mask", "node_norm")}
+    return {name: (one, 0 if one is None or one.is_inference() else one._version) for name, one in fields.items()}
+
+
+def _is_laid_out(sample: Data) -> bool:
+    layout: Layout | None = sample.get("layout")
+    now = _fields_of_layout(sample)
+    return layout is not None and all(
+        now[name][0] is one and now[name][1] == version for name, (one, version) in layout.of.items()
+    )
 
 
 def sampled_graph(sample: Data) -> tuple[Data, Adjacency]:
@@ -308,14 +330,15 @@ def sampled_graph(sample: Data) -> tuple[Data, Adjacency]:
     GraphSAINT's ``edge_norm`` becomes the edges' weight, or a factor of it. For layers that take no weights the backend
     finds it with the edges.
     """
-    sample = sample if "layout" in sample else laid_out(sample)
+    sample = sample if _is_laid_out(sample) else laid_out(sample)  # a hook may have dropped edges
     layout: Layout = sample.layout
     names = (*EDGE_FIELDS, "edge_norm")
     graph = Data(**{name: value for name, value in sample.items() if name not in (*names, "csr_indptr", "csr_index")})
     fields = {name: sample[name] for name in names if sample.get(name) is not None}
     adjacency = Adjacency.from_csr(CSR(sample.csr_indptr, sample.csr_index, len(sample.csr_indptr) - 1))
-    adjacency.slot(EDGES_INTO, lambda: layout.edges_into)
-    adjacency.slot(NO_LOOPS, lambda: not layout.has_loops)
+    adjacency._data = sample.edge_index
+    adjacency.keep(EDGES_INTO, layout.edges_into)
+    adjacency.keep(NO_LOOPS, not layout.has_loops)
     if (norm := fields.pop("edge_norm", None)) is not None:
         weight, in_degree, n_id = fields.get("edge_weight"), graph.get("in_degree"), graph.get("n_id")
         edge_norm = EdgeNorm.of(norm, adjacency.csr(), edge_weight=weight, in_degree=in_degree, n_id=n_id)

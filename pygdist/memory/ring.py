@@ -22,7 +22,8 @@ _BUFFERS, _BUFFER_BYTES = 4, 1 << 23  # in each direction
 def uploaded(x: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device, its own or another, without gradient.
 
-    The host waits for a free buffer alone: of more than 32 MiB, until the first parts are copied.
+    The host waits for a free buffer alone, of which there are four of 8 MiB: for the fifth tensor at a time, or part of
+    one, until the first is copied.
     """
     return _ring(device).upload(x) if x.device.type == "cpu" and device.type == "cuda" else x.to(device)
 

@@ -145,7 +145,7 @@ class _Looped:
         self._adjacency, self._num_loops = adjacency, num_loops
         self._edges: Adjacency | None = None
         self.csr = adjacency.csr()
-        self._none_before = adjacency.slot(NO_LOOPS, lambda: False)
+        self._none_before = adjacency.slot(NO_LOOPS) is True
         if num_loops:
             self._was_loop = is_self_loop(self.csr)
             others = self.csr if self._none_before else keep_entries(self.csr, ~self._was_loop)

@@ -17,7 +17,7 @@ from pygdist.errors import InputError
 from pygdist.graph import Adjacency
 from pygdist.graph.identity import fixable, identity_of
 from pygdist.graph.memo import Memo
-from pygdist.graph.self_loops import insert_self_loops, is_self_loop, keep_entries
+from pygdist.graph.self_loops import NO_LOOPS, insert_self_loops, is_self_loop, keep_entries
 from pygdist.kernels.csr import narrowest
 from pygdist.nn.norms import Ranks
 
@@ -78,7 +78,7 @@ class KeptSelfLoops:
         """Return the edges between different nodes, and the mask of these edges."""
         csr = edges.csr()
         stays = ~is_self_loop(csr)
-        any_loops = self._ranks.max_over_ranks(int(not stays.all())) > 0
+        any_loops = self._ranks.max_over_ranks(int(not (edges.slot(NO_LOOPS) or stays.all()))) > 0
         return Adjacency.from_csr(keep_entries(csr, stays)) if any_loops else edges, stays
 
     def _with_loops(

@@ -113,12 +113,11 @@ class OfData(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
-        self.conv1 = pyg.GCNConv(in_channels, HIDDEN)
-        self.conv2 = pyg.GATConv(HIDDEN, out_channels, edge_dim=4)
+        self.conv1, self.conv2 = pyg.GCNConv(in_channels, HIDDEN), pyg.GATConv(HIDDEN, out_channels)
 
     def forward(self, data: Data) -> Tensor:
         x = self.conv1(data.x, data.edge_index, data.edge_weight).relu()
-        return self.conv2(x, data.edge_index, data.edge_attr) / data.x.size(1)
+        return self.conv2(x, data.edge_index) / data.x.size(1)
 
 
 class Dna(nn.Module):
@@ -343,7 +342,7 @@ LAYERS: dict[str, LayerCase] = {
     "GCN2Conv": _case(pyg.GCN2Conv, "x_0", _WEIGHT, make=lambda i, o: pyg.GCN2Conv(i, 0.1, 0.5, layer=1)),
     "GCNConv": _case(pyg.GCNConv, _WEIGHT, note="degrees of the whole graph, exchanged once"),
     "GCNConv-cached": _case(pyg.GCNConv, cached=True),
-    "GCNConv-data": _case(pyg.GCNConv, _WEIGHT, _ATTR, make=OfData, whole=True),
+    "GCNConv-data": _case(pyg.GCNConv, _WEIGHT, make=OfData, whole=True),
     "GCNConv-derived": _case(pyg.GCNConv, _WEIGHT, make=DerivedGCN),
     "GCNConv-improved": _case(pyg.GCNConv, _WEIGHT, improved=True),
     "GCNConv-no-loops": _case(pyg.GCNConv, add_self_loops=False),

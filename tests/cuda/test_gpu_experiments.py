@@ -43,4 +43,4 @@ def _measured() -> list[tuple[str, str, str]]:
 def test_the_table_is_measured(gpu: EmulatedProcess) -> None:
     rows = gpu.run(_measured)
     assert ("sum", "torch", "float32") in rows
-    assert len(rows) == 2 * (12 + 11)  # graphs, and contenders of each type
+    assert len(rows) == 2 * (10 + 9)  # graphs, and contenders of each type

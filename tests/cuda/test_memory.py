@@ -12,6 +12,7 @@ from torch_geometric.nn import LGConv
 from pygdist import distribute
 from pygdist.backends import CommBackend, Savings, resolve_backend
 from pygdist.comm import Communicator, TrafficMeter
+from pygdist.graph.shard import converted, is_unknown, unknown_rows
 from pygdist.hops.savings import _BLOCK_BYTES
 from pygdist.memory import gpus
 from tests.cuda import steps
@@ -121,3 +122,22 @@ def _bound() -> list[str]:
 
 def test_a_backend_sets_the_device_of_its_part(gpu: EmulatedProcess) -> None:
     assert gpu.run(_bound) == ["cuda:0"]
+
+
+def _unknown_on_a_gpu() -> list[bool]:
+    with emulated_gpu() as waits:
+        host = unknown_rows(5, 3, torch.float32)
+        there = converted(host, torch.device("cuda"))
+        doubled, empty = (
+            converted(there, torch.float64),
+            converted(unknown_rows(0, 3, torch.float32), torch.device("cuda")),
+        )
+        constant = torch.full((), float("nan"), device="cuda").as_strided((5, 3), (0, 0))
+        rows = [there, there[1:3], doubled, empty, constant, torch.ones(5, 3, device="cuda")]
+        waits.lines.clear()
+        found = [is_unknown(one) for one in rows]
+        return [*found, not waits.lines, is_unknown(converted(there, torch.device("cpu")))]
+
+
+def test_unknown_rows_are_known_on_a_gpu_without_a_wait(gpu: EmulatedProcess) -> None:
+    assert gpu.run(_unknown_on_a_gpu) == [True, True, True, True, False, False, True, True]

@@ -9,6 +9,7 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.environments import LightningEnvironment
+from torch_geometric.nn import GAT
 
 from pygdist import GraphDataModule, GraphDDPStrategy, NodeClassifier
 from pygdist.backends import resolve_backend
@@ -37,15 +38,16 @@ class _Waits(Callback):
     def __init__(self, waits: Waits) -> None:
         self.waits, self.steps = waits, list[list[str]]()
 
-    def on_train_batch_start(self, *_: Any) -> None:
-        self.waits.lines.clear()
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self.waits.lines.clear()  # of the end of the epoch before
 
     def on_train_batch_end(self, *_: Any) -> None:
         # DDP's buckets are on the host here: torch's C++ allocates them without the emulation
         self.steps.append([line for line in self.waits.lines if line != "copy from the host in the caller"])
+        self.waits.lines.clear()  # the next step begins with the batch's way to the GPU
 
 
-def _waited(name: str, folder: str) -> list[str]:
+def _waited(name: str, folder: str, gat: bool = False, class_weights: list[float] | None = None) -> list[str]:
     case = gpu_runs.CASES[name]
     with emulated_gpu() as waits:
         noted = _Waits(waits)
@@ -56,8 +58,9 @@ def _waited(name: str, folder: str) -> list[str]:
             limit_val_batches=0, strategy=kind(process_group_backend="gloo"),
             plugins=[LightningEnvironment()],
         )  # fmt: skip
-        module = NodeClassifier(runs.model(**case.model), backend=resolve_backend(case.backend, **case.arguments))
-        trainer.fit(module, datamodule=data)
+        model = GAT(12, 8, num_layers=2, out_channels=4) if gat else runs.model(**case.model)
+        backend = resolve_backend(case.backend, **case.arguments)
+        trainer.fit(NodeClassifier(model, backend=backend, class_weights=class_weights), datamodule=data)
         return noted.steps[2]
 
 
@@ -67,6 +70,11 @@ def test_the_third_step_of_a_run_waits_for_nothing(name: str, gpu: EmulatedProce
     waits = gpu.run(_waited, name, str(tmp_path))
     scaler = [line for line in waits if line.startswith("aten._local_scalar_dense in pygdist/lightning/module.py")]
     assert waits == (scaler[:1] if name == "comm, float16" else [])  # torch's GradScaler asks for infinities
+
+
+@pytest.mark.parametrize(("name", "gat"), [("comm", False), ("comm", True), ("pull", True), ("replica, saint", True)])
+def test_a_step_with_attention_or_class_weights(name: str, gat: bool, gpu: EmulatedProcess, tmp_path: Path) -> None:
+    assert gpu.run(_waited, name, str(tmp_path), gat, None if gat else [1.0, 2.0, 0.5, 1.0]) == []
 
 
 @pytest.mark.parametrize("name", gpu_runs.CASES)

@@ -335,7 +335,7 @@ def test_wrong_rows_are_refused() -> None:
         gatv2_scores(csr, torch.ones(5, 2, 3), torch.ones(5, 2, 3), torch.ones(2, 3))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 @pytest.mark.cuda
 @pytest.mark.parametrize("operation", ["edge_softmax", "gat", "gatv2_scores", "sddmm"])
 def test_cuda_matches_cpu(operation: str) -> None:

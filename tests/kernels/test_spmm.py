@@ -382,7 +382,8 @@ def test_wrong_arguments_are_refused(change: dict[str, object], match: str) -> N
         spmm(random_csr(6, 5, 14), **arguments)  # type: ignore[arg-type]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 @pytest.mark.parametrize("reduce", REDUCES)
 def test_cuda_matches_cpu(reduce: str, weighted: bool) -> None:

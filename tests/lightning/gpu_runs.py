@@ -41,7 +41,7 @@ CASES = {
     "comm, float32": Case(precision="32-true", error=1e-5),
     "comm, bfloat16": Case(precision="bf16-mixed", error=0.02),
     "comm, float16": Case(precision="16-mixed", error=0.005),
-    # a norm cancels a bias: of its gradient, which is rounding, Adam makes whole steps
+    # a norm cancels the bias, whose gradient is rounding: Adam scales it up to full steps
     "comm, norm": Case(model={"norm": "batch_norm", "bias": False}),
     "cache": Case("cache"),
     "hybrid": Case("hybrid"),

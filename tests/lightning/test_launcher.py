@@ -18,6 +18,7 @@ import torch
 
 from pygdist.errors import InputError
 from pygdist.lightning.launcher import ProcessLauncher
+from pygdist.memory.gpus import driver_runs
 from pygdist.testing import RankPool
 
 pytestmark = pytest.mark.slow
@@ -223,6 +224,17 @@ def _run(text: str, folder: Path, *args: str, **environment: str) -> str:
     )
     assert script.returncode == 0, script.stderr
     return script.stdout.strip().rpartition("\n")[2]
+
+
+@pytest.mark.parametrize(("kind", "method", "started"), [("cuda", "fork", False), ("cpu", "forkserver", True)])
+def test_other_ranks_are_forked(kind: str, method: str, started: bool) -> None:
+    launcher = ProcessLauncher(mock.Mock(parallel_devices=[torch.device(kind)]), method)
+    with mock.patch("pygdist.lightning.launcher.driver_runs", return_value=started):
+        launcher._check_gpus()
+
+
+def test_without_a_driver_none_runs() -> None:
+    assert driver_runs() is torch.cuda.is_available()
 
 
 @pytest.mark.parametrize(("method", "started"), [("fork", True), ("forkserver", False)])

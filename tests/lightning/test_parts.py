@@ -24,7 +24,7 @@ from pygdist.backends import ReplicaBackend
 from pygdist.graph import Shard, degree_corrected_sbm, read_meta
 from pygdist.kernels import CSR
 from pygdist.lightning import ModelAveragingStrategy
-from pygdist.lightning.parts import PartBatch
+from pygdist.lightning.parts import PartBatch, laid_out, sampled_graph
 from pygdist.lightning.precomputed import Precomputed
 from pygdist.native import load
 from pygdist.nn.ngnn import NGNN
@@ -447,3 +447,40 @@ def test_as_many_parts_as_the_memory_asks_for(pool: RankPool, tmp_path: Path) ->
     for part in meta["parts"]:  # what is estimated is about what is written
         assert sum(file["bytes"] for file in part["files"].values()) < 1.2 * budget
     assert answers[0][2] == answers[1][2] < 5
+
+
+def _batch() -> Data:
+    edges = torch.tensor([[2, 3, 4, 0], [1, 0, 2, 0]])
+    return Data(
+        x=torch.arange(10.0).view(5, 2), edge_index=edges, edge_weight=torch.tensor([1.0, 2.0, 3.0, 4.0]),
+        y=torch.arange(5), train_mask=torch.arange(5) < 2, num_sampled_nodes=[2, 2, 1],
+    )  # fmt: skip
+
+
+def test_a_batch_is_laid_out_once() -> None:
+    sample = laid_out(_batch())
+    assert sample.edge_index.tolist() == [[3, 0, 2, 4], [0, 0, 1, 2]]
+    assert sample.edge_weight.tolist() == [2.0, 4.0, 1.0, 3.0]
+    assert sample.labelled.tolist() == [0, 1]
+    assert dict(sample.layout.edges_into) == {2: 3, 4: 4, 5: 4}
+    assert sample.layout.has_loops
+    with mock.patch("pygdist.lightning.parts.laid_out") as again:
+        graph, edges = sampled_graph(sample)
+    again.assert_not_called()
+    assert torch.equal(edges.as_tensor(), sample.edge_index)
+    assert torch.equal(graph.edge_weight, sample.edge_weight)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_a_hook_changes_counts(in_place: bool) -> None:
+    """Lightning's ``on_after_batch_transfer`` may drop edges, or train on other nodes."""
+    sample = laid_out(_batch())
+    if in_place:
+        sample.train_mask[0] = False
+    else:
+        keep = torch.tensor([True, False, True, False])
+        sample.edge_index, sample.edge_weight = sample.edge_index[:, keep], sample.edge_weight[keep]
+    graph, edges = sampled_graph(sample)
+    assert graph.labelled.tolist() == ([1] if in_place else [0, 1])
+    assert edges.csr().num_entries == (4 if in_place else 2)
+    assert graph.layout.has_loops == in_place

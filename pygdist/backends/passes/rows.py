@@ -74,7 +74,7 @@ EDGES_INTO = Slot[Mapping[int, int]]("edges into the first rows")
 
 def edges_into(adjacency: Adjacency, num_rows: int) -> int:
     """Return the number of edges into the first rows; the host waits for a GPU unless it has counted them before."""
-    counted = adjacency.slot(EDGES_INTO, dict)
+    counted = adjacency.slot(EDGES_INTO) or {}
     return counted[num_rows] if num_rows in counted else int(adjacency.csr().indptr[num_rows])
 
 
@@ -84,8 +84,8 @@ def leading(adjacency: Adjacency, num_rows: int, num_with_edges: int, num_source
     indptr = torch.cat([csr.indptr[: num_with_edges + 1], csr.indptr.new_full((num_rows - num_with_edges,), end)])
     value = adjacency.value
     cut = Adjacency.from_csr(CSR(indptr, csr.index[:end], num_sources), None if value is None else value[:end])
-    if adjacency.slot(NO_LOOPS, lambda: False):
-        cut.slot(NO_LOOPS, lambda: True)
+    if adjacency.slot(NO_LOOPS):
+        cut.keep(NO_LOOPS, True)
     return cut
 
 
