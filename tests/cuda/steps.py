@@ -15,7 +15,7 @@ from pygdist import Shard, distribute
 from pygdist.backends import Backend, Savings, resolve_backend
 from pygdist.comm import Communicator
 from pygdist.graph import write_store
-from pygdist.nn.inputs import edge_inputs
+from pygdist.nn.inputs import arguments_of
 from pygdist.nn.loss import labelled_rows, summed_loss
 from pygdist.testing.exactness import distributed_step, largest_differences, reference_step, supported_layers
 from pygdist.testing.graphs import random_edge_part, random_graph
@@ -64,11 +64,14 @@ def waits_by_layer(
                 runs.bind(there, communicator)
                 model = distribute(model.cuda(), backend=runs, savings=Savings(**(savings or {})), check=False)
                 optimizer = torch.optim.Adam(model.parameters())
-                inputs, rows = edge_inputs(model, there), labelled_rows(there.y, there.train_mask)
+                (args, inputs), rows = (
+                    arguments_of(model, there, there.adjacency),
+                    labelled_rows(there.y, there.train_mask),
+                )
                 for _ in range(3):
                     waits.lines.clear()
                     optimizer.zero_grad()
-                    total, count = summed_loss(model(there.x, there.adjacency, **inputs), there.y, rows)
+                    total, count = summed_loss(model(*args, **inputs), there.y, rows)
                     (total / count).backward()
                     optimizer.step()
                 found[name] = list(waits.lines)
