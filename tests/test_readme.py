@@ -75,6 +75,26 @@ def test_links_and_paths_lead_somewhere(path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_loop_of_ones_own_is_made_faster_by_one_line(tmp_path: Path) -> None:
+    ours = "import torch; torch.manual_seed(0)\n" + _FILES["faster.py"]
+    plain, lines = re.subn(r"pygdist\.accelerate\((.*), data\)", r"\1", ours)
+    assert lines == 1
+    losses = [_run(tmp_path, "-c", code) for code in (ours, plain)]
+    assert [one.returncode for one in losses] == [0, 0], losses
+    assert float(losses[0].stdout) == pytest.approx(float(losses[1].stdout), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_loop_of_ones_own_runs_on_any_number_of_processes(tmp_path: Path) -> None:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]
+    for start, count in (([], 1), (torchrun, 3)):
+        run = _run(tmp_path, *start, "own_loop.py")
+        assert run.returncode == 0, run.stderr
+        assert re.fullmatch(rf"loss \d\.\d{{4}}, test accuracy \d\.\d\d on {count} processes\n", run.stdout), run.stdout
+        assert (tmp_path / "model.pt").is_file()
+
+
+@pytest.mark.slow
 def test_the_python_script_trains(tmp_path: Path) -> None:
     run = _run(tmp_path, "train.py")
     assert run.returncode == 0, run.stderr
