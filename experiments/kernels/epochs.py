@@ -146,10 +146,11 @@ def compared(model: str, options: argparse.Namespace) -> list[Contender]:
     for adjacency in options.adjacencies:
         if adjacency == "torch_sparse" and not importlib.util.find_spec("torch_sparse"):
             continue
-        contenders.append(Contender(model, f"PyG {adjacency}", PYG, [f"--adjacency={adjacency}"]))
+        name = adjacency if adjacency == "accelerate" else f"PyG {adjacency}"
+        contenders.append(Contender(model, name, PYG, [f"--adjacency={adjacency}"]))
         if model == "GCN":
             arguments = [f"--adjacency={adjacency}", "--cached"]
-            contenders.append(Contender(model, f"PyG {adjacency}, cached", PYG, arguments))
+            contenders.append(Contender(model, f"{name}, cached", PYG, arguments))
     return contenders
 
 
@@ -314,9 +315,9 @@ def parser() -> argparse.ArgumentParser:
     cli.add_argument(
         "--adjacencies",
         nargs="*",
-        choices=adjacencies,
+        choices=[*adjacencies, "accelerate"],
         default=adjacencies,
-        help="adjacencies for plain PyG (default: all)",
+        help="adjacencies for plain PyG (default: all), or its edges with one line of pygdist's, accelerate",
     )
     cli.add_argument("--dgl", type=Path, metavar="SITE", help=f"{dgl_wheels.HELP}; not for GIN")
     cli.add_argument("--savings-table", action="store_true", help="compare pygdist's shortcuts instead of plain PyG")

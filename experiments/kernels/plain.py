@@ -1,4 +1,4 @@
-"""Full-graph training with plain PyG, without pygdist: one contender of ``epochs.py``, in its own process.
+"""Full-graph training with plain PyG, or with one line of pygdist: contenders of ``epochs.py``, in their own processes.
 
     python -m experiments.kernels.plain GRAPH --model GCN --adjacency edges --epochs 5
 
@@ -38,6 +38,8 @@ class GAT(nn.Module):
         return self.last(self.first(x, edge_index).relu(), edge_index)
 
 
+#: What a model gets as ``edge_index``: edges, matrices of torch or torch_sparse, or edges and one line of pygdist's.
+ADJACENCIES = ("edges", "sparse", "torch_sparse", "accelerate")
 MODELS = {"GCN": GCN, "GraphSAGE": GraphSAGE, "GIN": GIN, "GAT": GAT}
 
 
@@ -52,7 +54,7 @@ def load(folder: Path, adjacency: str) -> tuple[Data, Any]:
     """Return the graph, and the adjacency that the model gets as ``edge_index``."""
     names = ("x", "y", "edge_index", "train_mask")
     data = Data(**{name: torch.from_numpy(np.load(folder / f"{name}.npy")) for name in names})
-    if adjacency == "edges":
+    if adjacency in ("edges", "accelerate"):
         return data, data.edge_index
     if adjacency == "torch_sparse":
         import torch_sparse  # noqa: F401 (without it, the transform silently returns torch's layout)
@@ -72,7 +74,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("graph", type=Path)
     parser.add_argument("--model", choices=list(MODELS), default="GCN")
-    parser.add_argument("--adjacency", choices=["edges", "sparse", "torch_sparse"], default="edges")
+    parser.add_argument("--adjacency", choices=ADJACENCIES, default="edges")
     parser.add_argument("--cached", action="store_true", help="GCN only: normalise once, not in every epoch")
     parser.add_argument("--hidden", type=int, default=128)
     parser.add_argument("--epochs", type=int, default=5)
@@ -80,6 +82,10 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="Sparse")
     data, edges = load(options.graph, options.adjacency)
     model = build(options.model, data, options.hidden, cached=options.cached)
+    if options.adjacency == "accelerate":
+        from pygdist import accelerate  # the others use nothing of pygdist
+
+        accelerate(model, data)
     print(json.dumps(train(model, data, edges, options.epochs)))
 
 
