@@ -34,6 +34,7 @@ Graphs:
   generate    write a synthetic graph like Reddit, ogbn-products, ogbn-papers100M or ogbn-mag, at any scale
   partition   split a graph into parts, one for each process
   check       read all files of a partitioned graph, and name one that is damaged
+  info        say what a partitioned graph or a checkpoint holds
 
 Models:
   fit         train a model
@@ -64,7 +65,7 @@ _LONGEST = 660
 
 _COMMANDS = {
     **dict.fromkeys(("fit", "validate", "test", "predict"), "train"),
-    **{name: name for name in ("generate", "partition", "check", "verify", "export", "report")},
+    **{name: name for name in ("generate", "partition", "check", "info", "verify", "export", "report")},
 }
 
 
