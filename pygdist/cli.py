@@ -43,6 +43,9 @@ Models:
   predict     write a prediction for every node to a .npy file
   export      write the model of a checkpoint as plain PyTorch weights
 
+Machine:
+  doctor      say what this machine has, and how fast its processes exchange rows
+
 Results:
   verify      check that a training step on several processes gives the numbers of one process
   report      make one HTML page of tables and plots from a folder of results
@@ -65,7 +68,7 @@ _LONGEST = 660
 
 _COMMANDS = {
     **dict.fromkeys(("fit", "validate", "test", "predict"), "train"),
-    **{name: name for name in ("generate", "partition", "check", "info", "verify", "export", "report")},
+    **{name: name for name in ("generate", "partition", "check", "info", "doctor", "verify", "export", "report")},
 }
 
 

@@ -30,6 +30,7 @@ ROOMS = [
     "hops",
     "backends",
     "routing",
+    "loop",
     "lightning",
     "testing",
     "report",
@@ -105,8 +106,8 @@ def test_temporary_folders_are_of_the_kind_that_the_next_process_removes() -> No
         assert not names & {"TemporaryDirectory", "mkdtemp"}, f"{path.name}: use ScratchFolder"
 
 
-def test_the_root_exports_at_most_ten_names() -> None:
-    assert len(pygdist.__all__) <= 10
+def test_the_root_exports_at_most_a_dozen_names() -> None:
+    assert len(pygdist.__all__) <= 12
     assert all(hasattr(pygdist, name) for name in pygdist.__all__)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from pygdist import signals
 from pygdist.backends import Backend, resolve_backend
 from pygdist.backends.base import names_of
 from pygdist.comm import Communicator
+from pygdist.comm.launched import has_own_gpus, is_first_of_machine, join, own_device
 from pygdist.errors import InputError
 from pygdist.graph import Shard, load_graph, prepare
 from pygdist.graph.sources.prepare import tell
@@ -70,17 +70,21 @@ def open_graph(
     if runs.abilities.trains_parts or runs.abilities.mini_batches:
         whole = names_of(lambda one: not (one.trains_parts or one.mini_batches))
         raise InputError(f"open_graph: backend '{runs.name}' does not train on the whole graph; use {whole}")
-    joined = _join()
-    place = _device() if device is None else torch.device(device)
+    joined = join()
+    place = own_device() if device is None else torch.device(device)
     if place.type == "cuda":
         torch.cuda.set_device(place)
     several = dist.is_initialized() and dist.get_world_size() > 1
-    group = dist.new_group(backend="nccl" if place.type == "cuda" and _own_gpus() else "gloo") if several else None
+    group = dist.new_group(backend="nccl" if place.type == "cuda" and has_own_gpus() else "gloo") if several else None
     communicator = Communicator(group, device=place)
     communicator.meet(place)
     shard, error = None, None
     try:
-        folder = _folder(data, runs, partitioner, Path(cache_dir).expanduser(), communicator) if _is_first() else ""
+        folder = (
+            _folder(data, runs, partitioner, Path(cache_dir).expanduser(), communicator)
+            if is_first_of_machine()
+            else ""
+        )
     except Exception as problem:
         folder, error = "", told(problem)
         if error is None:
@@ -269,32 +273,6 @@ def _by_node(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
     except (TypeError, ValueError):
         takes = False
     return (lambda output, target: loss(output, target, reduction="none")) if takes else loss
-
-
-def _join() -> bool:
-    """Join the other processes that ``torchrun`` has started; return false if there are none, or it was done."""
-    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return False
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
-        raise InputError(f"WORLD_SIZE is set, but {', '.join(missing)} is not: start the script by torchrun")
-    dist.init_process_group("cpu:gloo,cuda:nccl" if _own_gpus() else "gloo")
-    return True
-
-
-def _is_first() -> bool:
-    """Tell if this process is the first of its machine, which partitions."""
-    return int(os.environ.get("LOCAL_RANK", "0")) == 0
-
-
-def _own_gpus() -> bool:
-    """Tell if each process of this machine has a GPU of its own."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return torch.cuda.is_available() and torch.cuda.device_count() >= here
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if _own_gpus() else torch.device("cpu")
 
 
 def _folder(

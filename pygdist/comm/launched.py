@@ -1,0 +1,37 @@
+"""Processes that ``torchrun`` has started: they join each other by its variables, and take a GPU each."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+
+from pygdist.errors import InputError
+
+
+def join() -> bool:
+    """Join the other processes that ``torchrun`` has started; return false if there are none, or it was done."""
+    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return False
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if missing:
+        raise InputError(f"WORLD_SIZE is set, but {', '.join(missing)} is not: start the script by torchrun")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if has_own_gpus() else "gloo")
+    return True
+
+
+def is_first_of_machine() -> bool:
+    """Tell if this process is the first of its machine, which partitions."""
+    return int(os.environ.get("LOCAL_RANK", "0")) == 0
+
+
+def has_own_gpus() -> bool:
+    """Tell if each process of this machine has a GPU of its own."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return torch.cuda.is_available() and torch.cuda.device_count() >= here
+
+
+def own_device() -> torch.device:
+    """Return the device of this process: its own GPU, or the CPU."""
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_own_gpus() else torch.device("cpu")
