@@ -80,7 +80,7 @@ class NodeClassifier(GraphModule):
         if class_weights is not None and not any(class_weights):
             raise InputError(f"class_weights are {class_weights}, expected a number above 0 among them")
         self.class_weights = class_weights
-        self._weights: Tensor | None = None  # on the device of the labels
+        self._weights: tuple[tuple[Any, ...], Tensor] | None = None  # on a device, and what they were made of
         self._train_share: float | None = None  # of all ranks, in this run
 
     @override
@@ -184,9 +184,10 @@ class NodeClassifier(GraphModule):
         """Return the weight of each node's class, 0 without a label; ``None`` if classes have none."""
         if self.class_weights is None:
             return None
-        if self._weights is None or self._weights.device != y.device:
-            self._weights = torch.tensor([*self.class_weights, 0.0], dtype=torch.float64, device=y.device)
-        return self._weights.index_select(0, y.where(y >= 0, len(self.class_weights)))
+        key = y.device, *self.class_weights
+        if self._weights is None or self._weights[0] != key:
+            self._weights = key, torch.tensor([*self.class_weights, 0.0], dtype=torch.float64, device=y.device)
+        return self._weights[1].index_select(0, y.where(y >= 0, len(self.class_weights)))
 
     def _learn(self, shard: Shard, out: Any) -> tuple[Tensor, float]:
         """Return the summed loss over labelled training nodes, and their share; update and log the metrics."""

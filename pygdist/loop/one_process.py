@@ -15,6 +15,8 @@ from pygdist.comm import Communicator, ExchangePlan
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency, Shard
 from pygdist.graph.check import EDGE_FIELDS, MASKS
+from pygdist.graph.identity import version_of
+from pygdist.graph.memo import Memo
 from pygdist.hops.arguments import mapped
 from pygdist.routing.distribute import distribute, with_hooks
 
@@ -65,14 +67,16 @@ class _Inputs:
     """
 
     def __init__(self, data: Data) -> None:
-        self._data, edges = data, data.edge_index
+        self._data = data
+        edges = self._edges = data.edge_index
+        self._version = version_of(edges)
         num_nodes, self._perm, self._back = int(data.num_nodes), None, None
         if bool((edges[1, 1:] >= edges[1, :-1]).all()):
             self.adjacency = Adjacency(edges, num_src=num_nodes, num_dst=num_nodes)
         else:
             self.adjacency, self._perm = Adjacency.from_unsorted(edges, num_src=num_nodes, num_dst=num_nodes)
             self._back = self._perm.argsort()
-        self._sorted: dict[str, tuple[Tensor, int, Tensor]] = {}  # values of edges as they were given, and sorted
+        self._sorted = Memo[Tensor]()  # values of edges
 
     def shard(self) -> Shard:
         """Return the graph as the one part of one process."""
@@ -114,7 +118,12 @@ class _Inputs:
         return self._in_order(name, value) if of_edges and value.dim() and value.size(0) == num_edges else value
 
     def _are_edges(self, name: str, value: Tensor) -> bool:
-        edges = self._data.edge_index
+        edges = self._edges
+        if version_of(edges) != self._version:
+            raise InputError(
+                "the edge_index for which the model was accelerated was changed in place: call undistribute(model) and "
+                "accelerate(model, data) again"
+            )
         if value is edges:
             return True
         if value.dim() != 2 or value.size(0) != 2 or value.is_floating_point():
@@ -130,18 +139,14 @@ class _Inputs:
 
     def _in_order(self, name: str, value: Tensor) -> Tensor:
         """Return values of edges sorted; the same object again for the same values, by which results are kept."""
-        if self._perm is None:
+        perm = self._perm
+        if perm is None:
             return value
-        given, version, result = self._sorted.get(name, (None, -1, None))
-        if given is not value or version != value._version or value.requires_grad:
-            result = value.index_select(0, self._perm)
-            self._sorted[name] = value, value._version, result
-        assert result is not None
-        return result
+        return self._sorted.get(name, (value,), lambda: value.index_select(0, perm))
 
     def _returned(self, value: Tensor) -> Tensor:
         if isinstance(value, Adjacency):
-            edges: Tensor = self._data.edge_index
+            edges: Tensor = self._edges
             return edges
         num_edges = self.adjacency.size(1)
         is_of_edges = value.dim() and value.size(0) == num_edges and num_edges != self._data.num_nodes

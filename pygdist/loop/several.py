@@ -31,6 +31,8 @@ from pygdist.partition import Partitioner
 from pygdist.partition.run import CACHE, cached_store
 from pygdist.routing.distribute import distribute, with_hooks
 
+_OPTIONS, _NO_CLASS = ("weight", "ignore_index"), -100  # of a loss of torch, that its mean depends on
+
 
 def open_graph(
     data: Data | str | Path | Callable[[], Data],
@@ -161,7 +163,8 @@ class OpenGraph:
     def _share(self, model: nn.Module) -> None:
         """Bring the parameters and buffers of rank 0."""
         with torch.no_grad():
-            for one in (*model.parameters(), *model.buffers()):
+            for tensor in (*model.parameters(), *model.buffers()):
+                one = torch.view_as_real(tensor) if tensor.is_complex() else tensor
                 flat = one.detach().to(torch.float64 if one.is_floating_point() else torch.int64).reshape(-1).clone()
                 flat = flat if self.rank == 0 else torch.zeros_like(flat)
                 self._communicator.reduce_in_place(flat, "parameters")
@@ -191,15 +194,14 @@ class OpenGraph:
         rows = labelled_rows(target, every)
         labels = target.index_select(0, rows)
         values = _by_node(loss)(output.index_select(0, rows), labels)
-        if values.dim() == 0 or values.size(0) != len(rows):
+        wrong = values.dim() == 0 or values.size(0) != len(rows)
+        local, share = values.sum(), 0.0 if wrong else _share(loss, values, labels)
+        sums = self._communicator.gather([float(local.detach()), share, float(wrong)]).sum(dim=0)
+        if sums[2]:  # on some rank, so all raise
             raise InputError(
                 f"mean_loss: the loss returns a tensor of shape {tuple(values.shape)} for {len(rows)} nodes, expected "
                 "a value for each; take a loss of torch, or return the values before they are averaged"
             )
-        weight = getattr(loss, "weight", None)
-        share = values.numel() if weight is None else float(weight.index_select(0, labels).sum())
-        local = values.sum()
-        sums = self._communicator.gather([float(local.detach()), float(share)]).sum(dim=0)
         if not sums[1]:
             raise InputError("mean_loss: no node with a label counts on any process; look at mask and labels")
         mean = local / float(sums[1])
@@ -260,6 +262,16 @@ class OpenGraph:
             sys.stderr.write(f"error: {error}\n")
         self._communicator.close(failed=error.of_one_rank)
         signals.exit_now(2)
+
+
+def _share(loss: Callable[..., Tensor], values: Tensor, labels: Tensor) -> float:
+    """Return what torch divides the sum of these values by: their number, or the weights of their classes."""
+    options = {name: getattr(loss, name) for name in _OPTIONS if hasattr(loss, name)} | getattr(loss, "keywords", {})
+    counted = labels != options.get("ignore_index", _NO_CLASS)
+    weight = options.get("weight")
+    if weight is not None:
+        return float(weight.index_select(0, labels[counted]).sum())
+    return float(values.numel() if bool(counted.all()) else counted.sum())
 
 
 def _by_node(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -15,8 +15,10 @@ from pygdist.errors import InputError
 
 
 def labelled(y: Tensor, mask: Tensor) -> Tensor:
-    """Remove unlabelled nodes from ``mask``: label -1, or a row of NaN in a label matrix; ``(n,)`` bool."""
-    return mask & (y >= 0 if y.dim() == 1 else ~torch.isnan(y).any(dim=1))
+    """Remove unlabelled nodes from ``mask``: class -1, a number NaN, or a row with NaN in a matrix; ``(n,)`` bool."""
+    if not y.is_floating_point() and y.dim() == 1:
+        return mask & (y >= 0)
+    return mask & ~torch.isnan(y).flatten(1).any(dim=1) if y.dim() > 1 else mask & ~torch.isnan(y)
 
 
 def labelled_rows(y: Tensor, mask: Tensor) -> Tensor:

@@ -160,6 +160,17 @@ def test_other_edges_are_refused(data: Data) -> None:
         model(data.x, data.edge_index[:, :7])
 
 
+def test_edges_that_change_after_the_call_are_refused(data: Data) -> None:
+    model = accelerate(GCN(data.num_features, 3, num_layers=1).double(), data)
+    data.edge_index = data.edge_index[:, :7]
+    with pytest.raises(InputError, match="is called with other edges"):
+        model(data.x, data.edge_index)
+    other = accelerate(GCN(data.num_features, 3, num_layers=1).double(), data)
+    data.edge_index[0, 0] += 1
+    with pytest.raises(InputError, match="was changed in place"):
+        other(data.x, data.edge_index)
+
+
 def test_a_part_of_a_model(data: Data) -> None:
     model = GAE(GCN(data.num_features, 3, num_layers=1).double())
     expected = model.encode(data.x, data.edge_index)

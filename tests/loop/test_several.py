@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,22 @@ def test_gradients_of_several_passes_add_up(pool: RankPool, tmp_path: Path) -> N
         torch.testing.assert_close(gradient, model.conv.convs[0].lin.weight.grad, rtol=0, atol=1e-12)
 
 
+def _asked(rank: int, num_ranks: int, folder: str) -> list[bool]:
+    graph = open_graph(_graph, cache_dir=folder)
+    model = graph.distribute(GCN(12, 4, num_layers=1).double())
+    weight = model.convs[0].lin.weight
+    graph.mean_loss(F.cross_entropy, model(graph.x, graph.edge_index), graph.y).backward()
+    before = weight.grad.clone()
+    loss = graph.mean_loss(F.cross_entropy, model(graph.x, graph.edge_index), graph.y)
+    (mine,) = torch.autograd.grad(loss, weight)
+    graph._communicator.reduce_in_place(mine, "test")
+    return [torch.equal(weight.grad, before), torch.allclose(mine, before, rtol=0, atol=1e-12)]
+
+
+def test_gradients_that_are_asked_for_are_this_processs_share(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(_asked, 3, str(tmp_path)) == [[True, True]] * 3
+
+
 def _losses(rank: int, num_ranks: int, folder: str) -> list[float]:
     graph, weight = open_graph(_graph, cache_dir=folder), torch.tensor([0.5, 2.0, 1.0, 0.0]).double()
     out = F.one_hot(graph.n_id % 4, 4).double() * graph.n_id.unsqueeze(1) / 100
@@ -129,6 +146,9 @@ def _losses(rank: int, num_ranks: int, folder: str) -> list[float]:
         for one, target, mask in (
             (weighted, graph.y, graph.train_mask),
             (smooth, graph.y, None),
+            (partial(F.cross_entropy, weight=weight), graph.y, graph.train_mask),
+            (nn.CrossEntropyLoss(ignore_index=2), graph.y, graph.train_mask),
+            (lambda output, y: F.mse_loss(output[:, 0], y, reduction="none"), 1 - out[:, 0], None),
             (F.mse_loss, out.detach() * 2 + 1, graph.val_mask),
             (lambda output, y: (output.argmax(dim=1) - y).abs().double(), graph.y, graph.val_mask),
         )
@@ -142,6 +162,9 @@ def test_losses_are_torchs_means(pool: RankPool, tmp_path: Path) -> None:
     expected = [
         F.cross_entropy(out[train], data.y[train], weight=weight),
         F.cross_entropy(out, data.y, label_smoothing=0.1),
+        F.cross_entropy(out[train], data.y[train], weight=weight),
+        F.cross_entropy(out[train], data.y[train], ignore_index=2),
+        F.mse_loss(out[:, 0], 1 - out[:, 0]),
         F.mse_loss(out[val], out[val] * 2 + 1),
         (out[val].argmax(dim=1) - data.y[val]).abs().double().mean(),
     ]
@@ -158,7 +181,7 @@ def _refused(rank: int, num_ranks: int, folder: str) -> list[str]:
         lambda: open_graph(_graph, backend="replica"),
         lambda: graph.mean_loss(F.cross_entropy, graph.x[:, :4], None),
         lambda: graph.mean_loss(F.cross_entropy, graph.x[:, :4], graph.y, nobody),
-        lambda: graph.mean_loss(lambda output, y: output.sum(), graph.x[:, :4], graph.y),
+        lambda: graph.mean_loss(lambda output, y: output[: len(y) - (rank == 1), 0], graph.x[:, :4], graph.y),
         lambda: graph.mean(graph.y, nobody),
         lambda: open_graph(f"{folder}/nothing"),
     ):
