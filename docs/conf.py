@@ -29,6 +29,7 @@ nitpick_ignore = [
     ("py:class", "torchmetrics.metric.Metric"),
     ("py:func", "torch_geometric.nn.conv.gcn_conv.gcn_norm"),
 ]
+nitpick_ignore_regex = [("py:class", r"numpy\._typing\..*")]
 html_theme = "furo"
 html_title = "pygdist"
 
@@ -37,6 +38,7 @@ myst_heading_anchors = 4  # [text](page.md#a-heading), as code hosts have them
 
 napoleon_custom_sections = [("Shapes", "notes_style")]
 napoleon_use_rtype = False
+napoleon_attr_annotations = False  # types are in the signature
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False  # those of Lightning and torch are on their own pages
 autodoc_typehints_format = "short"

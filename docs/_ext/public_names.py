@@ -61,7 +61,8 @@ def own_names() -> dict[str, str]:
         for name in module.__all__:
             value = getattr(module, name)
             defined = f"{getattr(value, '__module__', package)}.{getattr(value, '__qualname__', name)}"
-            names.setdefault(defined, f"{package}.{name}")
+            if defined.startswith("pygdist."):  # an alias such as Literal[...] calls itself by typing's name
+                names.setdefault(defined, f"{package}.{name}")
     return names
 
 
@@ -104,9 +105,15 @@ def _is_ours(name: str) -> bool:
     return True
 
 
+def readable(app: Sphinx, what: str, name: str, value: Any, options: Any, signature: str, returns: str) -> Any:
+    """Write defaults that a dataclass makes so that Sphinx can parse the signature and find its types."""
+    return (signature.replace("<factory>", "..."), returns) if signature else None
+
+
 def setup(app: Sphinx) -> dict[str, Any]:
     """Register the look-up before intersphinx's."""
     app.public_names = own_names() | OTHERS  # type: ignore[attr-defined]
+    app.connect("autodoc-process-signature", readable)
     app.connect("env-updated", name_the_root)
     app.connect("missing-reference", resolve, priority=400)
     return {"parallel_read_safe": True}
