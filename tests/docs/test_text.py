@@ -89,3 +89,23 @@ def test_lists_of_layers_are_those_of_the_suite() -> None:
     assert readme.update(text) == text, "the lists are stale; run: python -m pygdist.testing.readme"
     for name in readme.BLOCKS:
         assert f"<!-- generated: {name} -->" in text
+
+
+def unfounded(text: str) -> list[str]:
+    """Return the measurements of a text that the notes it links to do not hold; tests hold those to their CSVs."""
+    claims = (ROOT / "experiments" / "results" / "scoreboard.csv").read_text(encoding="utf-8")
+    found = []
+    for paragraph in re.split(r"\n\n(?!\|)|\n(?=- )", text):
+        linked = [ROOT / name for name in re.findall(r"\]\((experiments/[\w/]*README\.md)", paragraph)]
+        notes = "\n".join([claims, *(path.read_text(encoding="utf-8") for path in linked)])
+        said = re.findall(r"(?<![\w.])\d+\.\d+", re.sub(r"\]\([^)]*\)", "", paragraph)) if linked else []
+        bold = [number for words in re.findall(r"\*\*([^*]*)\*\*", paragraph) for number in re.findall(r"\d[\d.]*", words)]
+        found += [number for number in {*said, *bold} if not re.search(rf"(?<![\d.]){re.escape(number)}(?!\d)", notes)]
+    return found
+
+
+def test_measurements_of_the_readme_are_those_of_the_experiments() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert unfounded(text) == []
+    changed = text.replace("**2.77 GiB**", "**2.78 GiB**").replace("0.148", "0.149")
+    assert sorted(unfounded(changed)) == ["0.149", "2.78"]
