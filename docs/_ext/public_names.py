@@ -86,9 +86,7 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: Te
     public = names.get(target) or (f"{names[owner]}.{member}" if owner in names else None)
     if public is not None:
         node["reftarget"], node["reftype"] = public, "obj"
-        return env.domains.python_domain.resolve_xref(
-            env, node["refdoc"], app.builder, "obj", public, node, contnode
-        )
+        return env.domains.python_domain.resolve_xref(env, node["refdoc"], app.builder, "obj", public, node, contnode)
     around = [node.get("py:module"), node.get("py:class")]
     places = [target, *(".".join(filter(None, [*around[: n + 1], target])) for n in range(len(around)))]
     return contnode if any(_is_ours(place) for place in places) else None

@@ -82,7 +82,9 @@ def _code(names: Sequence[str]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Bring the blocks of a file up to date; return 0."""
-    parser = argparse.ArgumentParser(prog="python -m pygdist.testing.readme", description="Write the lists of layers of the documentation.")
+    parser = argparse.ArgumentParser(
+        prog="python -m pygdist.testing.readme", description="Write the lists of layers of the documentation."
+    )
     parser.add_argument("file", nargs="?", type=Path, default=LAYERS_PAGE, help=f"default: {LAYERS_PAGE}")
     path = parser.parse_args(argv).file
     path.write_text(update(path.read_text(encoding="utf-8")), encoding="utf-8")

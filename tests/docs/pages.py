@@ -165,7 +165,12 @@ def run_page(path: Path, folder: Path) -> None:
             (tools / "page.py").write_text(text, encoding="utf-8")
             text = f"python {tools / 'page.py'}"
         done = subprocess.run(
-            ["bash", "-eo", "pipefail", "-c", text], cwd=work, env=environment, capture_output=True, text=True, timeout=300
+            ["bash", "-eo", "pipefail", "-c", text],
+            cwd=work,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
         )
         assert done.returncode == 0, f"{path.name}: {text}\n{done.stdout[-3000:]}{done.stderr[-6000:]}"
 

@@ -84,9 +84,13 @@ def test_a_page_is_run_in_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("code", "said"),
-    [("```console\n$ false\n```", "page.md: false"), ("```console\n$ false | true\n```", "false | true"),
-     ("```console\n$ pygdist fti\n```", "unknown command 'fti'"), ("```python\nassert 1 > 2\n```", "line 2, in <module>")],
-)  # fmt: skip
+    [
+        ("```console\n$ false\n```", "page.md: false"),
+        ("```console\n$ false | true\n```", "false | true"),
+        ("```console\n$ pygdist fti\n```", "unknown command 'fti'"),
+        ("```python\nassert 1 > 2\n```", "line 2, in <module>"),
+    ],
+)
 def test_what_fails_is_told(code: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "page.md").write_text(code)
     with pytest.raises(AssertionError, match=said.replace("|", r"\|")):

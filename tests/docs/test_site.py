@@ -37,9 +37,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     words = [str(folder) if word == "build/docs" else word for word in _command_of_make()]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
-    done = subprocess.run(
-        [*words, "-d", str(folder / ".doctrees")], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400
-    )
+    words += ["-d", str(folder / ".doctrees")]
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-6000:]
     return folder
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
@@ -25,8 +26,8 @@ def test_the_readme_is_at_most_ten_kilobytes() -> None:
 
 def long_paragraphs(text: str) -> list[str]:
     """Return the paragraphs, and items of lists, of more than 90 words."""
-    found = tokens(text)
-    insides = [after.content for before, after in zip(found, found[1:], strict=False) if before.type == "paragraph_open"]
+    pairs = itertools.pairwise(tokens(text))
+    insides = [inside.content for opening, inside in pairs if opening.type == "paragraph_open"]
     return [paragraph for paragraph in insides if len(paragraph.split()) > 90]
 
 
@@ -41,13 +42,9 @@ def test_a_long_paragraph_is_found() -> None:
 
 def broken(path: Path, text: str) -> list[str]:
     """Return the links of a page to files and headings that are not there."""
-    links = [
-        str(token.attrs["href"])
-        for inline in tokens(text)
-        for token in inline.children or []
-        if token.type == "link_open"
-    ]
-    links += [str(token.attrs["src"]) for line in tokens(text) for token in line.children or [] if token.type == "image"]
+    inside = [token for inline in tokens(text) for token in inline.children or []]
+    links = [str(token.attrs["href"]) for token in inside if token.type == "link_open"]
+    links += [str(token.attrs["src"]) for token in inside if token.type == "image"]
     found = []
     for link in links:
         name, _, heading = link.partition("#")
@@ -99,7 +96,7 @@ def unfounded(text: str) -> list[str]:
         linked = [ROOT / name for name in re.findall(r"\]\((experiments/[\w/]*README\.md)", paragraph)]
         notes = "\n".join([claims, *(path.read_text(encoding="utf-8") for path in linked)])
         said = re.findall(r"(?<![\w.])\d+\.\d+", re.sub(r"\]\([^)]*\)", "", paragraph)) if linked else []
-        bold = [number for words in re.findall(r"\*\*([^*]*)\*\*", paragraph) for number in re.findall(r"\d[\d.]*", words)]
+        bold = re.findall(r"\d[\d.]*", " ".join(re.findall(r"\*\*([^*]*)\*\*", paragraph)))
         found += [number for number in {*said, *bold} if not re.search(rf"(?<![\d.]){re.escape(number)}(?!\d)", notes)]
     return found
 
