@@ -18,6 +18,7 @@ from tests.docs.pages import ROOT
 _MISSING = [name for name in ("sphinx", "myst_parser", "furo") if importlib.util.find_spec(name) is None]
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(1200),  # a machine that is busy takes ten times as long as one that is not
     pytest.mark.skipif(bool(_MISSING), reason=f"not installed (pip install 'pygdist[docs]'): {', '.join(_MISSING)}"),
 ]
 
@@ -38,7 +39,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = [str(folder) if word == "build/docs" else word for word in _command_of_make()]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
     words += ["-d", str(folder / ".doctrees")]
-    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1100)
     assert done.returncode == 0, done.stderr[-6000:]
     return folder
 
