@@ -12,7 +12,7 @@ READY := $(VENV)/.installed
 endif
 BIN := $(VENV)/bin
 
-.PHONY: help demo test quick check cluster-check gpu-check gpu-check-multi experiments report build venv clean
+.PHONY: help demo test quick check docs docs-links cluster-check gpu-check gpu-check-multi experiments report build venv clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -34,6 +34,12 @@ check: $(READY)  ## lint, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(READY)  ## the documentation site, in build/docs; a warning or a broken link fails
+	$(BIN)/python -m sphinx -n -W --keep-going -q -b html docs build/docs
+
+docs-links: $(READY)  ## links to other sites; needs the network
+	$(BIN)/python -m sphinx -q -b linkcheck docs build/links
 
 cluster-check: $(READY)  ## as root: rows over emulated links, of the links' rate (experiments/cluster_check.py)
 	$(BIN)/python -m experiments.cluster_check

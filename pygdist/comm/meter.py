@@ -47,14 +47,14 @@ class Traffic:
 
 @dataclass
 class TrafficMeter:
-    """Counts into :attr:`total`; :meth:`reset` starts a new period, such as an epoch.
+    """Counts into ``total``; :meth:`reset` starts a new period, such as an epoch.
 
     Threads may count bytes and calls at once; the main thread alone counts what it waits.
     """
 
     total: Traffic = field(default_factory=Traffic)
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
-    _events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=deque, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False, compare=False)
+    _events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=deque, init=False, repr=False)
 
     def called(self) -> None:
         """Count a collective call."""

@@ -39,8 +39,8 @@ def run_parts(
     Args:
         parts: The parts of this rank: ``rank, rank + world_size, ...`` below ``num_parts``.
         num_parts: Parts of all ranks.
-        run: Runs the part ``communicator.rank``, without gradients, and does not catch :class:`Postponed`. It must do
-            the same each time; the last time it comes to its end.
+        run: Runs the part ``communicator.rank``, without gradients, and does not catch
+            :class:`~pygdist.comm.replay.Postponed`. It must do the same each time; the last time it comes to its end.
         communicator: The ranks.
         folder: An empty folder for the rows that are exchanged.
 

@@ -28,9 +28,7 @@ _AHEAD = 2  # messages on their way at once: ranks are not quite at the same pac
 class Message(NamedTuple):
     """The rows that go to one rank, or come from it, at a time.
 
-    Attributes:
-        rank: The other rank.
-        number: Which of the messages of this exchange with that rank, from 0.
+    ``rank`` is the other rank. ``number`` counts the messages of this exchange with that rank, from 0.
     """
 
     rank: int

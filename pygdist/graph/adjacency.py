@@ -137,12 +137,12 @@ class Adjacency(EdgeIndex):
 
     @property
     def num_src(self) -> int:
-        """Number of source rows: owned, then halo."""
+        """Number of source rows, of which the owned ones come first."""
         return int(self._sparse_size[0])
 
     @property
     def num_dst(self) -> int:
-        """Number of destination rows: owned."""
+        """Number of destination rows, which are the owned ones."""
         return int(self._sparse_size[1])
 
     @property

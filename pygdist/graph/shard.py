@@ -112,7 +112,7 @@ class Shard:
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of a number in a hop: those of ``x``, or of torch's default type if ``x`` is of integers."""
+        """Bytes of a number in a hop, which are those of ``x``, or of torch's default type if ``x`` is of integers."""
         return (self.x.dtype if self.x.is_floating_point() else torch.get_default_dtype()).itemsize
 
     @property

@@ -137,7 +137,7 @@ class Hop:
 
     @cached_property
     def is_product(self) -> bool:
-        """True if the hop is one sparse product: PyG's fused path then gets one tensor, the source rows.
+        """True if the hop is one sparse product. PyG's fused path then gets one tensor, the source rows.
 
         The layer implements ``message_and_aggregate``, and its message is the source's row, scaled by a scalar edge
         weight at most. Arguments that are ``None`` (``edge_type_ptr`` of RGCN) do not count. Edges that are no

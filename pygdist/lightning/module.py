@@ -196,7 +196,7 @@ class GraphModule(pl.LightningModule):
 
     @property
     def network(self) -> nn.Module:
-        """The model that runs now: on the module's backend, or, in an evaluation on the whole graph, on another."""
+        """The model that runs now, on the module's backend, or, in an evaluation on the whole graph, on another."""
         return self.model if self._evaluation is None else self._evaluation.model
 
     def evaluated(self, batch: Shard | PartBatch) -> tuple[Shard, Any]:

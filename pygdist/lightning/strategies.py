@@ -124,7 +124,7 @@ class GraphDDPStrategy(DDPStrategy):
 
     @property
     def is_open(self) -> bool:
-        """The ranks can communicate: the run has neither ended nor failed."""
+        """The ranks can communicate, as the run has neither ended nor failed."""
         return self._communicator is not None
 
     def loss_scale(self, num_labelled: float, num_here: float) -> float:

@@ -1,7 +1,7 @@
 """The layers of the exactness suite, by name: each entry makes a small model of unmodified PyG layers.
 
 A model is called as ``model(x, edge_index)``, and with ``edge_weight``, ``edge_attr`` and ``edge_type`` if it takes
-them. The README's list of supported layers is generated from :data:`LAYERS`, and a test checks it.
+them. The documentation's list of supported layers is generated from :data:`LAYERS`, and a test checks it.
 """
 
 # mypy: disable-error-code="no-any-return"

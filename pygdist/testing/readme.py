@@ -1,4 +1,4 @@
-"""Writes the README's lists of layers from the suite that runs them: ``python -m pygdist.testing.readme``.
+"""Writes the documentation's lists of layers from the suite that runs them: ``python -m pygdist.testing.readme``.
 
 The text between ``<!-- generated: NAME -->`` and ``<!-- end -->`` is replaced by the result of ``BLOCKS[NAME]``. A test
 fails if a block is out of date.
@@ -15,6 +15,8 @@ from pygdist.errors import InputError
 from pygdist.routing.refusals import REFUSED_LAYERS
 from pygdist.testing.layers import LAYERS, LayerCase
 
+#: The page with the lists.
+LAYERS_PAGE = Path("docs/reference/layers.md")
 _BLOCK = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -80,8 +82,10 @@ def _code(names: Sequence[str]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Bring the blocks of a file up to date; return 0."""
-    parser = argparse.ArgumentParser(prog="python -m pygdist.testing.readme", description="Write the README's lists.")
-    parser.add_argument("file", nargs="?", type=Path, default=Path("README.md"), help="default: README.md")
+    parser = argparse.ArgumentParser(
+        prog="python -m pygdist.testing.readme", description="Write the lists of layers of the documentation."
+    )
+    parser.add_argument("file", nargs="?", type=Path, default=LAYERS_PAGE, help=f"default: {LAYERS_PAGE}")
     path = parser.parse_args(argv).file
     path.write_text(update(path.read_text(encoding="utf-8")), encoding="utf-8")
     return 0

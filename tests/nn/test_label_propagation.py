@@ -19,7 +19,7 @@ from pygdist.graph import write_store
 from pygdist.testing import RankPool, random_graph
 from tests.lightning import runs
 
-_README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+_PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "label-propagation.md").read_text(encoding="utf-8")
 
 
 def _check(rank: int, world_size: int, folder: str, kind: str, backend_name: str) -> None:
@@ -83,7 +83,7 @@ def test_what_needs_a_value_for_each_node_says_so(shard: Shard) -> None:
 
 
 def _fit_and_smooth(rank: int, world_size: int, folder: str, script: str) -> tuple[dict[str, Tensor], Any]:
-    """Run the class of the README's script; return the parameters, and the rows of the prediction with their ids."""
+    """Run the class of the page's script; return the parameters, and the rows of the prediction with their ids."""
     classes: dict[str, Any] = {}
     exec(script, classes)
     torch.manual_seed(0)
@@ -96,7 +96,7 @@ def _fit_and_smooth(rank: int, world_size: int, folder: str, script: str) -> tup
 
 
 def test_predictions_are_smoothed_after_training(tmp_path: Path, pool: RankPool) -> None:
-    script = re.search(r"<!-- file: smooth.py -->\n```python\n(.*?)```\n", _README, re.DOTALL)
+    script = re.search(r"<!-- file: smooth.py -->\n```python\n(.*?)```\n", _PAGE, re.DOTALL)
     assert script is not None
     answers = pool.run(_fit_and_smooth, 2, str(tmp_path), script.group(1))
     data, model = runs.graph(), runs.model().double()

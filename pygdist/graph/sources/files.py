@@ -105,7 +105,7 @@ class GraphFiles(EdgeOptions):
 
     @property
     def paths(self) -> dict[str, Path]:
-        """The files by field: ``edge_index``, ``x``, ``y``, ...; ``InputError`` if one is missing.
+        """The files by field (``edge_index``, ``x``, ``y``, ...); ``InputError`` if one is missing.
 
         If several files hold the edges, ``edge_index`` is the folder or the pattern.
         """
