@@ -2,13 +2,15 @@
 
 A page names what it wants in comments, each on a line of its own:
 
-==================================  ====================================================================
-``<!-- experiments: NAME -->``      ``experiments/NAME/README.md`` without its title; ``.`` is
-                                    ``experiments/README.md``
-``<!-- tables: NAME -->``           the tables of ``experiments/NAME``: what each shows, the command that
-                                    makes it again, and the commit, day and machine of the committed one
-``<!-- scoreboard: PAPER -->``      the claims of a paper, the paper's figures and ours; ``all`` for all papers
-==================================  ====================================================================
+===========================================  ==============================================================
+``<!-- generated: experiments NAME -->``     ``experiments/NAME/README.md`` without its title; ``.`` is
+                                             ``experiments/README.md``
+``<!-- generated: tables NAME -->``          the tables of ``experiments/NAME``: what each shows, the command
+                                             that makes it again, and the commit, day and machine of the
+                                             committed one
+``<!-- generated: scoreboard PAPER -->``     the claims of a paper, the paper's figures and ours; ``all`` for
+                                             all papers
+===========================================  ==============================================================
 
 :func:`filled` does the work and knows nothing of Sphinx; :func:`setup` hands it the source of each page.
 """
@@ -26,7 +28,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENTS, PAGES = ROOT / "experiments", ROOT / "docs" / "papers"
-_MARK = re.compile(r"^<!-- (experiments|tables|scoreboard): (\S+) -->$", re.MULTILINE)
+_MARK = re.compile(r"^<!-- generated: (experiments|tables|scoreboard) (\S+) -->$", re.MULTILINE)
 _COMMENT = re.compile(r"^<!--.*?-->\n", re.MULTILINE | re.DOTALL)
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!https?://)([^)#\s]*)(#[^)\s]*)?\)")
@@ -49,7 +51,10 @@ def sources(text: str) -> list[Path]:
         if kind == "experiments":
             files.append(_readme(name))
         elif kind == "tables":
-            files += [*_descriptions(name), *(path for one in _descriptions(name) if (path := _table_of(one)).is_file())]
+            files += [
+                *_descriptions(name),
+                *(path for one in _descriptions(name) if (path := _table_of(one)).is_file()),
+            ]
         else:
             files.append(EXPERIMENTS / "results" / "scoreboard.csv")
     return files
@@ -79,7 +84,7 @@ def _link(found: re.Match[str], folder: Path) -> str:
         return found[0]
     path = (folder / target).resolve()
     page = path.parent if path.name == "README.md" else path
-    if page == EXPERIMENTS or page.parent == EXPERIMENTS and (page / "README.md").is_file():
+    if page == EXPERIMENTS or (page.parent == EXPERIMENTS and (page / "README.md").is_file()):
         return f"[{text}]({'experiments' if page == EXPERIMENTS else page.name}.md{anchor})"
     if path.is_relative_to(EXPERIMENTS):
         return f"{image}[{text}]({os.path.relpath(path, PAGES)})"
@@ -131,7 +136,11 @@ def _origin(rows: Iterable[Mapping[str, str]]) -> str:
         commits = [*commits[:_MOST_COMMITS], f"and {len(commits) - _MOST_COMMITS} more"]
     days = _values(rows, "date")
     span = days[0] if len(days) == 1 else f"{min(days)} to {max(days)}" if days else ""
-    machines = [f"{cpu}, {cores} cores" for cpu, cores in dict.fromkeys((row.get("cpu", ""), row.get("cores", "")) for row in rows) if cpu]
+    machines = [
+        f"{cpu}, {cores} cores"
+        for cpu, cores in dict.fromkeys((row.get("cpu", ""), row.get("cores", "")) for row in rows)
+        if cpu
+    ]
     return "; ".join(filter(None, (", ".join(commits), span, ", ".join(machines))))
 
 
@@ -149,7 +158,15 @@ def _scoreboard(paper: str) -> str:
     named = paper == "all"
     head = ["paper"] * named + ["claim", "in the paper", "published", "ours", "verdict", "table"]
     rows = [
-        [*[row["paper"]] * named, row["claim"], row["where"], row["published"], row["ours"], row["verdict"], _page_of(row["table"])]
+        [
+            *[row["paper"]] * named,
+            row["claim"],
+            row["where"],
+            row["published"],
+            row["ours"],
+            row["verdict"],
+            _page_of(row["table"]),
+        ]
         for row in claims
     ]
     return _markdown(head, rows)

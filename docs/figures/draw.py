@@ -120,7 +120,7 @@ _COLOURS = (INK, QUIET, *RANKS)
 
 _SYSTEMS = (
     ("NeutronStar", "chunk: ranges of nodes", "hybrid: compute or fetch", "gradients"),
-    ("NeutronTP", "chunk: ranges of nodes", "tensor: columns of all rows", "gradients"),
+    ("NeutronTP", "chunk: ranges of nodes", "tensor: columns, all rows", "gradients"),
     ("CATGNN", "spring: clusters of nodes", "replica: parts alone", "models"),
     ("DistGNN", "libra: edges", "delayed: partial sums", "gradients"),
     ("P3", "hash of node; columns", "pushpull: first-layer sums", "gradients"),
@@ -131,31 +131,31 @@ def three_choices() -> Figure:
     """Draw the three choices, and each published system as one of each."""
     figure = Figure(500, "Three choices: Partitioner, Backend, Strategy, and the five published systems as triples")
     heads = (
-        (120, 190, "Partitioner", "who owns what"),
-        (320, 200, "Backend", "how neighbours arrive"),
-        (530, 170, "Strategy", "how ranks keep one model"),
+        (120, 180, "Partitioner", "who owns what"),
+        (308, 190, "Backend", "how neighbours arrive"),
+        (506, 200, "Strategy", "how ranks keep one model"),
     )
     for x, width, name, what in heads:
         figure.box(x, 18, width, 200, fill="#f7f9fb")
         figure.text(x + width / 2, 44, name, size=17, bold=True)
         figure.text(x + width / 2, 66, what, colour=QUIET)
-    _cut_graph(figure, 140, 85)
-    figure.row(340, 100, "a", 0)
-    figure.row(340, 128, "b", 0)
-    figure.row(340, 156, "c", 1, kind="halo")
-    figure.row(450, 156, "c", 1)
-    figure.arrow((446, 167), (397, 167), colour=RANKS[1])
-    figure.text(366, 202, "rank 0", size=13, colour=RANKS[0], bold=True)
-    figure.text(476, 202, "rank 1", size=13, colour=RANKS[1], bold=True)
-    for rank, x in enumerate((550, 630)):
+    _cut_graph(figure, 137, 85)
+    figure.row(325, 100, "a", 0)
+    figure.row(325, 128, "b", 0)
+    figure.row(325, 156, "c", 1, kind="halo")
+    figure.row(430, 156, "c", 1)
+    figure.arrow((426, 167), (382, 167), colour=RANKS[1])
+    figure.text(351, 202, "rank 0", size=13, colour=RANKS[0], bold=True)
+    figure.text(456, 202, "rank 1", size=13, colour=RANKS[1], bold=True)
+    for rank, x in enumerate((538, 622)):
         figure.box(x, 96, 52, 40, fill=PALE[rank], line=RANKS[rank])
         figure.text(x + 26, 121, "model", size=13)
-        figure.arrow((x + 26, 140), (600 if rank == 0 else 632, 166), colour=RANKS[rank])
-    figure.box(578, 168, 76, 26, fill="#eef1f4", line=QUIET)
-    figure.text(616, 186, "average", size=13)
+        figure.arrow((x + 26, 140), (594 if rank == 0 else 620, 164), colour=RANKS[rank])
+    figure.box(564, 168, 84, 26, fill="#eef1f4", line=QUIET)
+    figure.text(606, 186, "average", size=13)
     for number, (system, *choices) in enumerate(_SYSTEMS):
         y = 240 + number * 49
-        figure.text(14, y + 24, system, anchor="start", bold=True, size=15)
+        figure.text(14, y + 24, system, anchor="start", bold=True)
         for (x, width, *_), choice in zip(heads, choices, strict=True):
             figure.box(x, y, width, 36, fill="#eef1f4", line="none", radius=6)
             figure.text(x + width / 2, y + 23, choice)
@@ -187,14 +187,16 @@ def neutronstar() -> Figure:
     )
     for number, (name, what, rows) in enumerate(panels):
         _panel(figure, 14 + number * 234, name, what, rows)
-    figure.row(24, 440, "", 0, width=30)
-    figure.text(62, 456, "own row", anchor="start")
-    figure.row(142, 440, "", 1, kind="halo", width=30)
-    figure.text(180, 456, "halo row, fetched", anchor="start")
-    figure.row(322, 440, "", 1, kind="replica", width=30)
-    figure.text(360, 456, "replica, held or computed", anchor="start")
-    figure.arrow((556, 451), (590, 451))
-    figure.text(598, 456, "row of a node", anchor="start")
+    figure.row(20, 440, "", 0, width=30)
+    figure.text(57, 456, "own row", anchor="start")
+    figure.row(140, 440, "", 1, kind="halo", width=30)
+    figure.text(177, 456, "halo row", anchor="start")
+    figure.row(262, 440, "", 1, kind="replica", width=30)
+    figure.text(299, 456, "replica", anchor="start")
+    figure.arrow((376, 451), (412, 451), colour=RANKS[1])
+    figure.text(420, 456, "row is fetched", anchor="start")
+    figure.arrow((546, 451), (582, 451), colour=RANKS[0], back=True)
+    figure.text(590, 456, "its gradient", anchor="start")
     return figure
 
 
@@ -216,11 +218,13 @@ def _panel(figure: Figure, x: float, name: str, what: str, rows: dict[str, Seque
                 figure.row(left, 340 + place * 28, other, 1)
         fetched = [one for one in rows["halo"] if one[0] == str(stage)]
         if fetched:
-            figure.arrow((left + 26, 336), (left + 26, 217 if "d" in fetched[-1] else 189), colour=RANKS[1])
-    figure.text(x + 8, 264, "rank 0", size=13, anchor="start", colour=RANKS[0], bold=True)
-    figure.text(x + 8, 416, "rank 1", size=13, anchor="start", colour=RANKS[1], bold=True)
-    note = {"comm": "rows up, gradients down", "cache": "no rows travel", "hybrid": "only row d travels"}[name]
-    figure.text(x + 218, 416, note, size=13, anchor="end", colour=QUIET)
+            figure.arrow((left + (18 if stage else 26), 336), (left + (18 if stage else 26), 212), colour=RANKS[1])
+        if fetched and stage:  # features need no gradient
+            figure.arrow((left + 38, 212), (left + 38, 336), colour=RANKS[0], back=True)
+    figure.text(x + 216, 264, "rank 0", size=13, anchor="end", colour=RANKS[0], bold=True)
+    figure.text(x + 216, 356, "rank 1", size=13, anchor="end", colour=RANKS[1], bold=True)
+    note = {"comm": "c and d travel twice", "cache": "no row travels", "hybrid": "only row d travels"}[name]
+    figure.text(x + 112, 416, note, size=13, colour=QUIET)
 
 
 # -- NeutronTP ---------------------------------------------------------------------------------------------------------
@@ -241,22 +245,27 @@ def neutrontp() -> Figure:
     figure = Figure(470, "NeutronTP: rows become columns, every rank sums over all edges, columns become rows again")
     figure.text(18, 32, "One layer", size=17, bold=True, anchor="start")
     for x, columns, above, below in (
-        (24, False, "some rows, all columns", "weights, on whole rows"),
+        (60, False, "some rows, all columns", "weights, on whole rows"),
         (306, True, "some columns, all rows", "sums over all edges"),
-        (588, False, "some rows, all columns", "next layer"),
+        (552, False, "some rows, all columns", "next layer"),
     ):
         figure.text(x + 54, 60, above, size=13, colour=QUIET)
         _matrix(figure, x, 70, columns=columns)
         figure.text(x + 54, 198, below, bold=True)
-    for x, name in ((140, "split"), (422, "gather")):
-        figure.arrow((x + 4, 124), (x + 154, 124))
-        figure.text(x + 78, 112, name, bold=True, size=15)
-        figure.text(x + 78, 146, "each rank sends", size=13, colour=QUIET)
-        figure.text(x + 78, 163, "each other a block", size=13, colour=QUIET)
-    figure.text(360, 226, "0, 1, 2: the rank that holds this piece of the matrix (nodes × columns)", size=13, colour=QUIET)
+    for x, name in ((176, "split"), (422, "gather")):
+        figure.arrow((x, 124), (x + 122, 124))
+        figure.text(x + 60, 112, name, bold=True, size=15)
+        figure.text(x + 60, 146, "each rank sends", size=13, colour=QUIET)
+        figure.text(x + 60, 163, "each other a block", size=13, colour=QUIET)
+    figure.text(
+        360, 226, "0, 1, 2: the rank that holds this piece of the matrix (nodes × columns)", size=13, colour=QUIET
+    )
     figure.box(14, 244, 692, 1, line=LINE)
     _chain(figure, 262, "Coupled model, 2 layers", ("W₁", "⇄", "sum", "⇄", "W₂", "⇄", "sum", "⇄", "loss"))
-    _chain(figure, 362, "Decoupled model, 2 layers", ("W₁", "W₂", "⇄", "sum", "sum", "⇄", "loss"))
+    _chain(figure, 346, "Decoupled model, 2 layers", ("W₁", "W₂", "⇄", "sum", "sum", "⇄", "loss"))
+    figure.text(24, 446, "blue: on rows", anchor="start", colour=RANKS[0])
+    figure.text(150, 446, "green: on columns", anchor="start", colour=RANKS[2])
+    figure.text(310, 446, "orange: an exchange of all ranks", anchor="start", colour=RANKS[1])
     return figure
 
 
@@ -275,9 +284,6 @@ def _chain(figure: Figure, y: float, title: str, steps: Sequence[str]) -> None:
         x += 76
     count = 2 * list(steps).count("⇄")
     figure.text(704, y + 16, f"{count} exchanges an epoch, with those of the backward pass", anchor="end", colour=QUIET)
-    figure.text(24, y + 88, "blue: on rows", anchor="start", size=13, colour=RANKS[0])
-    figure.text(130, y + 88, "green: on columns", anchor="start", size=13, colour=RANKS[2])
-    figure.text(268, y + 88, "orange: all ranks exchange", anchor="start", size=13, colour=RANKS[1])
 
 
 # -- CATGNN ------------------------------------------------------------------------------------------------------------
@@ -300,20 +306,22 @@ def catgnn() -> Figure:
         for number in range(2):
             x = 392 + number * 160
             figure.box(x, y, 150, 82, fill=CARD, line=RANKS[rank])
-            figure.text(x + 8, y + 19, f"part {rank + 2 * number}", size=13, anchor="start", colour=RANKS[rank], bold=True)
+            figure.text(
+                x + 8, y + 19, f"part {rank + 2 * number}", size=13, anchor="start", colour=RANKS[rank], bold=True
+            )
             figure.text(x + 142, y + 19, "on disk", size=13, anchor="end", colour=QUIET)
             figure.row(x + 8, y + 28, "own nodes", rank, width=134)
-            figure.row(x + 8, y + 54, "replicas, 1 hop", 1 - rank, kind="replica", width=134)
-    for rank, x in enumerate((60, 400)):
+            figure.row(x + 8, y + 54, "replicas", 1 - rank, kind="replica", width=134)
+    for rank, x in enumerate((18, 442)):
         figure.box(x, 238, 260, 84, fill=PALE[rank], line=RANKS[rank])
         figure.text(x + 10, 260, f"rank {rank}", anchor="start", colour=RANKS[rank], bold=True)
         for number in range(2):
             figure.row(x + 10 + number * 124, 274, f"train part {rank + 2 * number}", rank, width=116)
         figure.text(x + 250, 260, "one part after the other", size=13, anchor="end", colour=QUIET)
-        figure.text(x + 130, 314, "own model and optimiser for each part", size=13, colour=QUIET)
+        figure.text(x + 130, 314, "a model for each part", size=13, colour=QUIET)
         up = -1 if rank == 0 else 1
-        figure.arrow((360 + up * 96, 326), (360 + up * 60, 366), colour=RANKS[rank])
-        figure.arrow((360 + up * 90, 388), (360 + up * 190, 330), colour=QUIET)
+        figure.arrow((360 + up * 130, 326), (360 + up * 66, 366), colour=RANKS[rank])
+        figure.arrow((360 + up * 90, 390), (360 + up * 220, 330), colour=QUIET)
     figure.box(274, 370, 172, 44, fill="#eef1f4", line=QUIET)
     figure.text(360, 389, "mean of all models", bold=True)
     figure.text(360, 407, "by training nodes", size=13, colour=QUIET)
@@ -340,7 +348,7 @@ def distgnn() -> Figure:
             place = (x + 45 + number * 60, 98)
             figure.arrow((place[0], place[1] + 12), (x + 105 + (number - 1) * 14, 140), colour=QUIET)
             figure.dot(*place, "abcdefghi"[rank * 3 + number], rank, radius=12)
-        figure.text(x + 10, 192, "its own edges", anchor="start", size=13, colour=QUIET)
+        figure.text(x + 10, 166, "own edges", anchor="start", size=13, colour=QUIET)
     for x, bend, rank in ((255, 246, 1), (492, 268, 2)):
         figure._shapes.append(
             f'<path d="M{x + 105} 182 V{bend} H{105 if rank == 1 else 128} V184" stroke="{RANKS[rank]}" '
@@ -387,14 +395,15 @@ def p3() -> Figure:
     for rank, x in enumerate((18, 252, 486)):
         figure.box(x, 46, 216, 130, fill="#f7f9fb", line=RANKS[rank])
         figure.text(x + 10, 68, f"rank {rank}", anchor="start", colour=RANKS[rank], bold=True)
-        figure.text(x + 206, 68, "some columns, all nodes", size=13, anchor="end", colour=QUIET)
         for column in range(3):
             fill = RANKS[rank] if column == rank else CARD
-            figure.box(x + 12 + column * 24, 80, 24, 84, fill=fill, line=RANKS[rank] if column == rank else LINE, radius=2)
-        figure.lines(x + 98, 102, ("first layer", "on its columns:", "a term of the sum"), anchor="start", size=14)
+            figure.box(
+                x + 12 + column * 24, 80, 24, 84, fill=fill, line=RANKS[rank] if column == rank else LINE, radius=2
+            )
+        figure.lines(x + 96, 98, ("some columns", "of all nodes:", "a term of the", "first layer"), anchor="start")
     for rank, x in ((1, 330), (2, 564)):
         figure._shapes.append(
-            f'<path d="M70 226 V{200 if rank == 1 else 200} H{x} V180" stroke="{RANKS[0]}" stroke-width="2" fill="none" '
+            f'<path d="M70 226 V202 H{x} V180" stroke="{RANKS[0]}" stroke-width="2" fill="none" '
             f'marker-end="url(#head{_COLOURS.index(RANKS[0])})"/>'
         )
         figure._shapes.append(
@@ -402,11 +411,18 @@ def p3() -> Figure:
             f'marker-end="url(#head{_COLOURS.index(RANKS[rank])})"/>'
         )
     figure.text(206, 194, "1  push: the structure", anchor="middle", bold=True, colour=RANKS[0])
-    figure.text(340, 242, "2  pull: terms (D × H)", anchor="middle", bold=True)
+    figure.text(230, 242, "2  pull: the terms", anchor="start", bold=True)
     figure.box(18, 228, 204, 60, fill=PALE[0], line=RANKS[0])
-    figure.text(120, 252, "adds the terms, and", anchor="middle")
+    figure.text(120, 252, "rank 0 adds the terms,", anchor="middle")
     figure.text(120, 272, "computes the other layers", anchor="middle")
-    figure.lines(470, 272, ("backward: the gradient of the sum (D × H)", "goes the same ways, with arrows turned round"), anchor="middle", size=13, colour=QUIET)
+    figure.lines(
+        470,
+        272,
+        ("backward: the gradient of the sum (D × H)", "goes the same ways, with arrows turned round"),
+        anchor="middle",
+        size=13,
+        colour=QUIET,
+    )
     figure.box(14, 306, 692, 1, line=LINE)
     figure.text(18, 334, "pull, for the batch of rank 0", size=17, bold=True, anchor="start")
     figure.box(18, 348, 204, 102, fill=PALE[0], line=RANKS[0])
@@ -418,9 +434,12 @@ def p3() -> Figure:
         figure.box(x, 366, 140, 66, fill=CARD, line=RANKS[rank])
         figure.text(x + 10, 388, f"rank {rank}", anchor="start", colour=RANKS[rank], bold=True)
         figure.row(x + 10, 398, "feature rows", rank, width=118)
-    figure.arrow((396, 410), (146, 418), colour=RANKS[1])
-    figure.text(296, 402, "whole feature rows", bold=True)
-    figure.arrow((556, 440), (146, 432), colour=RANKS[2])
+    figure.arrow((396, 412), (144, 416), colour=RANKS[1])
+    figure.text(310, 402, "whole feature rows", bold=True)
+    figure._shapes.append(
+        f'<path d="M630 434 V446 H250 L146 427" stroke="{RANKS[2]}" stroke-width="2" fill="none" '
+        f'marker-end="url(#head{_COLOURS.index(RANKS[2])})"/>'
+    )
     return figure
 
 
