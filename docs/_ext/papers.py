@@ -64,7 +64,7 @@ def sources(text: str) -> list[Path]:
 
 
 def _readme(name: str) -> Path:
-    return (EXPERIMENTS / name / "README.md").resolve()
+    return Path(os.path.normpath(EXPERIMENTS / name / "README.md"))
 
 
 def _experiments(name: str) -> str:
@@ -82,7 +82,7 @@ def _link(found: re.Match[str], folder: Path) -> str:
     image, text, target, anchor = found[1], found[2], found[3], found[4] or ""
     if not target:
         return found[0]
-    path = (folder / target).resolve()
+    path = Path(os.path.normpath(folder / target))
     page = path.parent if path.name == "README.md" else path
     if page == EXPERIMENTS or (page.parent == EXPERIMENTS and (page / "README.md").is_file()):
         return f"[{text}]({'experiments' if page == EXPERIMENTS else page.name}.md{anchor})"
