@@ -176,17 +176,22 @@ def partition(graph: Graph, parts: Parts) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def run(command: str, arguments: list[str]) -> int:
-    """Run the command line of :func:`partition`."""
-    parser = Parser(
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    result = Parser(
         prog="pygdist partition",
         usage="pygdist partition (--dataset=NAME | --input=FILE) [options]",
         description="Split a graph into parts and write them to a folder, for --data.store of the other commands.",
     )
-    parser.add_class_arguments(Graph)
-    parser.add_class_arguments(Parts)
-    parser.add_argument("--json", action="store_true", help="print meta.json to standard output, and nothing else")
-    options = parser.parse_args(arguments).as_dict()
+    result.add_class_arguments(Graph)
+    result.add_class_arguments(Parts)
+    result.add_argument("--json", action="store_true", help="print meta.json to standard output, and nothing else")
+    return result
+
+
+def run(command: str, arguments: list[str]) -> int:
+    """Run the command line of :func:`partition`."""
+    options = parser().parse_args(arguments).as_dict()
     as_json = options.pop("json")
     graph = Graph(**{field.name: options.pop(field.name) for field in fields(Graph)})
     # dataset classes print while they download
