@@ -92,7 +92,9 @@ def test_a_package_that_fails_harms_nobody_who_does_not_name_it(site: Path) -> N
     assert "shattered" in partitioners.names()
     assert "shattered" not in partitioner_names()
     for name, call in (("broken", resolve_backend), ("shattered", resolve_partitioner), ("rubble", load_graph)):
-        with pytest.raises(InputError, match=rf"'{name}': broken_things:\w+ of the package broken-things cannot be") as it:
+        with pytest.raises(
+            InputError, match=rf"'{name}': broken_things:\w+ of the package broken-things cannot be"
+        ) as it:
             call(name)
         assert "ModuleNotFoundError: No module named 'no_such_module'" in str(it.value)
         assert "\n" not in str(it.value)
@@ -103,7 +105,9 @@ def test_what_is_no_class_of_the_kind_is_refused(site: Path) -> None:
         site, "extra-things", "extra_things", MODULE,
         backends={"data": "extra_things:tiny"}, data={"three": "extra_things:number"},
     )  # fmt: skip
-    with pytest.raises(InputError, match=r"data is not a backend: it does not subclass pygdist\.backends\.base\.Backend"):
+    with pytest.raises(
+        InputError, match=r"data is not a backend: it does not subclass pygdist\.backends\.base\.Backend"
+    ):
         resolve_backend("data")
     with pytest.raises(InputError, match="dataset 'three': a int, expected a class or a function"):
         load_graph("three")
@@ -112,7 +116,9 @@ def test_what_is_no_class_of_the_kind_is_refused(site: Path) -> None:
 def test_two_packages_with_one_name(site: Path) -> None:
     install(site, "extra-things", "extra_things", MODULE, backends={"mine": "extra_things:Mine"})
     install(site, "other-things", "other_things", MODULE, backends={"mine": "other_things:Mine"})
-    with pytest.raises(InputError, match=r"backend 'mine': the packages (extra|other)-things and .* both offer this name"):
+    with pytest.raises(
+        InputError, match=r"backend 'mine': the packages (extra|other)-things and .* both offer this name"
+    ):
         resolve_backend("mine")
 
 
@@ -158,5 +164,5 @@ def test_a_package_wins_over_a_folder_and_says_so(
     with caplog.at_level(logging.WARNING):
         assert load_graph("tiny").num_nodes == 20
     assert "for the folder write ./tiny" in caplog.text
-    with pytest.raises(InputError, match=r"\./tiny"):
+    with pytest.raises(InputError, match=r"tiny: has no edge_index\.npy"):
         load_graph("./tiny")

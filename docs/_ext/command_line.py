@@ -8,22 +8,23 @@ from __future__ import annotations
 import argparse
 import importlib
 import re
+import types
+import typing
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jsonargparse import capture_parser
-
 from pygdist.commands.messages import Parser
 from pygdist.commands.named_classes import PLACES, Place
-from pygdist.commands.short_help import choices_of, default_of, plain
-from pygdist.commands.train import GraphCLI
+from pygdist.commands.short_help import default_of, plain
+from pygdist.commands.train import PURPOSES, training_parser
 
 #: Commands with a page of their own, in the order of ``pygdist --help``.
 COMMANDS = ("generate", "partition", "check", "info", "export", "doctor", "verify", "report")
 TRAINING = ("fit", "validate", "test", "predict")
 _TASKS = ("nodes", "links")
 _GROUPS = {
+    "": "Run",
     "model": "Model and backend",
     "data": "Graph",
     "trainer": "Trainer",
@@ -32,7 +33,6 @@ _GROUPS = {
     "checkpoint": "Checkpoints",
     "exchange": "Figures of exchanges",
     "predictions": "Predictions",
-    "": "Other options",
 }
 _PAGE = "reference/command-line"
 
@@ -75,11 +75,9 @@ def _index_page() -> Iterator[str]:
 def _training_page() -> Iterator[str]:
     yield "# pygdist fit, validate, test, predict"
     yield ""
-    parsers = {
-        (command, task): _of_training(command, task) for command in TRAINING for task in _TASKS
-    }
+    parsers = {(command, task): training_parser(command, task) for command in TRAINING for task in _TASKS}
     for command in TRAINING:
-        yield f"- `pygdist {command}`: {escaped(_purpose(parsers[command, 'nodes']))}"
+        yield f"- `pygdist {command}`: {escaped(PURPOSES[command])}"
     yield ""
     yield "All four commands take the options on this page unless an option says otherwise."
     yield ""
@@ -87,8 +85,7 @@ def _training_page() -> Iterator[str]:
     takers: dict[str, list[tuple[str, str]]] = {}
     for which, parser in parsers.items():
         for action in options_of(parser):
-            root = action.dest.partition(".")[0]
-            groups[root if root in groups and "." in action.dest or root in ("optimizer", "lr_scheduler") else ""].setdefault(action.dest, action)
+            groups[_group_of(action.dest)].setdefault(action.dest, action)
             takers.setdefault(action.dest, []).append(which)
     for root, actions in groups.items():
         yield f"## {_GROUPS[root]}"
@@ -96,6 +93,11 @@ def _training_page() -> Iterator[str]:
         for dest, action in actions.items():
             yield from _entry(action, _takers(takers[dest]))
         yield ""
+
+
+def _group_of(dest: str) -> str:
+    root, dot, _ = dest.partition(".")
+    return root if dot or root in ("optimizer", "lr_scheduler") else ""
 
 
 def _takers(which: Iterable[tuple[str, str]]) -> str:
@@ -119,7 +121,7 @@ def _classes_page() -> Iterator[str]:
         yield f"## `--{place.option}`"
         yield ""
         for name in _own_names(place):
-            yield f"### {place.kind} {name}"
+            yield f"### {place.kind} `{name}`"
             yield ""
             parser = Parser()
             cls = place.class_of(name)
@@ -137,32 +139,22 @@ def _page(command: str) -> Iterator[str]:
     parser = importlib.import_module(f"pygdist.commands.{command}").parser()
     yield f"# pygdist {command}"
     yield ""
-    yield escaped(_purpose(parser))
+    yield escaped(plain(parser.description or ""))
     yield ""
     for action in options_of(parser):
         yield from _entry(action)
 
 
-def _of_training(command: str, task: str) -> argparse.ArgumentParser:
-    parser: Any = capture_parser(GraphCLI, [command, f"--task={task}"])
-    subparsers = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
-    found: argparse.ArgumentParser = subparsers.choices[command]
-    return found
-
-
 def options_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Return the options and arguments of a parser, without those that show help of classes."""
+    """Return the options and arguments of a parser, without those that show help."""
     return [
         action
         for action in parser._actions
         if action.help is not argparse.SUPPRESS
         and not any(option.endswith(".help") for option in action.option_strings)
-        and type(action).__name__ not in ("_ActionConfigLoad",)  # --trainer CONFIG
+        and "--help" not in action.option_strings
+        and type(action).__name__ != "_ActionConfigLoad"  # --trainer CONFIG
     ]
-
-
-def _purpose(parser: argparse.ArgumentParser) -> str:
-    return plain(parser.description or "")
 
 
 def _entry(action: argparse.Action, note: str = "") -> Iterator[str]:
@@ -184,17 +176,26 @@ def sentence(text: str) -> str:
 
 
 def type_of(action: argparse.Action) -> str:
-    """Return the type of an option in short: ``int or None`` for ``int | None``."""
+    """Return the type of an option in short, such as ``int or None``."""
     if action.nargs == 0:
         return ""
-    if choices := choices_of(action):
-        return " or ".join(choices)
+    if action.choices is not None:
+        return " or ".join(map(str, action.choices))
     hint = getattr(action, "_typehint", None) or action.type
-    if hint is None:
-        return ""
-    text = hint.__name__ if isinstance(hint, type) and not hasattr(hint, "__args__") else str(hint)
-    text = re.sub(r"\b(?:\w+\.)+(\w+)", r"\1", text)  # without modules
-    return re.sub(r"<class '(\w+)'>", r"\1", text).replace("`", "")
+    return "" if hint is None else _type_text(hint).replace("`", "")
+
+
+def _type_text(hint: Any) -> str:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is type(None):
+        return "None"
+    if origin is typing.Literal:
+        return " or ".join(map(str, arguments))
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(map(_type_text, arguments))
+    if arguments:
+        return f"{origin.__name__}[{', '.join(map(_type_text, arguments))}]"
+    return str(getattr(hint, "__name__", hint)).rpartition(".")[2]
 
 
 def escaped(text: str) -> str:

@@ -188,7 +188,7 @@ def _inline(given: str | None, place: Place) -> str | None:
     if not isinstance(value, dict) or "class_path" not in value:
         return given
     _check_mapping(place, value)
-    return yaml.safe_dump(_by_path(place, value), default_flow_style=True, width=1 << 20).strip()
+    return str(yaml.safe_dump(_by_path(place, value), default_flow_style=True, width=1 << 20)).strip()
 
 
 def _check_files(place: Place, arguments: list[str]) -> None:
@@ -220,6 +220,7 @@ def _check(place: Place, name: str, cls: type, options: Iterable[str]) -> None:
 
 
 def _below(cls: type) -> Iterator[type]:
+    one: type
     for one in cls.__subclasses__():
         yield one
         yield from _below(one)

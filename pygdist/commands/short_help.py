@@ -18,7 +18,7 @@ from pygdist.commands.named_classes import PLACES
 from pygdist.graph.sources.load import dataset_names
 
 _WIDTH = 118
-_COLUMN = 40
+_COLUMN = 37
 _FEW = 5  # choices that are shown
 
 #: Options that are shown, by what they are for. A parser without one of them shows the others.
@@ -65,7 +65,7 @@ Example: pygdist fit --data.dataset=sbm --model.model=torch_geometric.nn.GCN --m
 """
 
 
-def short_help(command: str, parser: Parser, purpose: str, given: Mapping[str, str]) -> str:
+def short_help(command: str, parser: argparse.ArgumentParser, purpose: str, given: Mapping[str, str]) -> str:
     """Return the help of a command.
 
     Args:
@@ -90,13 +90,13 @@ def _described(action: argparse.Action, option: str) -> Iterator[str]:
     """Yield the line of an option, and one with the names that it takes, if there are any."""
     choices = choices_of(action)
     notes = ["required"] if action.required else []
-    notes += [" or ".join(choices)] if 0 < len(choices) <= _FEW else []
+    notes += [" or ".join(choices)] if 1 < len(choices) <= _FEW else []
     default = "" if action.required else default_of(action)
     notes += [f"default: {default}"] if default else []
     note = f" ({'; '.join(notes)})" if notes else ""
     name = f"  --{option}".ljust(_COLUMN)
     room = max(_WIDTH - len(name) - len(note), 20)
-    yield name + textwrap.shorten(first_sentence(action.help or ""), room, placeholder=" …") + note
+    yield f"{name}{_cut(first_sentence(action.help or ''), room)}{note}"
     if names := _names_of(option):
         yield from textwrap.wrap(
             f"one of {', '.join(names)}", _WIDTH, initial_indent=" " * _COLUMN, subsequent_indent=" " * _COLUMN
@@ -108,7 +108,8 @@ def _names_of(option: str) -> list[str]:
     if option == "data.dataset":
         return dataset_names()
     if option == "trainer.strategy":
-        return [name for name in places[option].names() if name.startswith(("graph_", "model_"))]
+        ours = [name for name in places[option].names() if name.startswith(("graph_", "model_averaging"))]
+        return [name for name in ours if "unused" not in name]
     return [*places[option].names()] if option in places else []
 
 
@@ -126,14 +127,26 @@ def _of_class(option: str, name: str | None) -> Iterator[str]:
 
 
 def first_sentence(text: str) -> str:
-    """Return the first sentence or clause of a help text, without the marks of reStructuredText."""
-    return re.split(r"[.;:](?:\s|$)", plain(text), maxsplit=1)[0]
+    """Return the first sentence of a help text, without the marks of reStructuredText."""
+    sentence = re.split(r"[.;](?:\s|$)", plain(text), maxsplit=1)[0]
+    return sentence[:1].upper() + sentence[1:]
+
+
+def _cut(text: str, room: int) -> str:
+    """Return a text that fits: if it must be cut, before what explains it, or else before a clause."""
+    if len(text) <= room:
+        return text
+    text = text.partition(": ")[0]
+    ends = [match.start() for match in re.finditer(r",? (?:and|or) |, | \(", text) if match.start() <= room]
+    whole = [text[:end] for end in ends if text[:end].count("(") == text[:end].count(")")]
+    return text if len(text) <= room else whole[-1] if whole else textwrap.shorten(text, room, placeholder=" …")
 
 
 def plain(text: str) -> str:
     """Return a help text on one line without the marks of reStructuredText."""
     text = re.sub(r":\w+(?::\w+)*:`~?(?:[^`]*\.)?([^`.]+)`", r"\1", " ".join(text.split()))
-    return re.sub(r"`{1,2}([^`]*)`{1,2}_*", r"\1", text)
+    text = re.sub(r"`{1,2}([^`]*)`{1,2}_*", r"\1", text)
+    return re.sub(r"(?<!\w)\*(\w+)\*(?!\w)", r"\1", text)
 
 
 def choices_of(action: argparse.Action) -> list[str]:

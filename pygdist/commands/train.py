@@ -57,13 +57,32 @@ _IGNORED_WARNINGS = (
     "Couldn't infer the batch indices",  # the graph is the one batch
 )
 
-_PURPOSES = {
+PURPOSES = {
     "fit": "Train a model on a graph that is split into parts, one for each process: to classify nodes, or with"
     " --task=links to predict edges.",
     "validate": "Evaluate a model on the validation nodes or edges.",
     "test": "Evaluate a model on the test nodes or edges.",
     "predict": "Write a prediction for every node of the graph (its embedding with --task=links), in the order of node"
     " ids, to --predictions.path.",
+}
+#: Lightning's options in our words: Lightning speaks of batches and GPUs, here processes hold parts of one graph.
+_TEXTS = {
+    "seed_everything": "Seed of everything that is drawn; the same seed repeats the run. true draws a seed.",
+    "ckpt_path": "Checkpoint to start from: a file, or best, last or hpc for one of the newest run.",
+    "optimizer": "Class of the optimizer, such as SGD, with options such as --optimizer.lr; Adam by default.",
+    "lr_scheduler": "Class of a scheduler of the learning rate, such as StepLR; needs --optimizer.",
+    "trainer.devices": "Processes on this host, one for each part; with GPUs, one GPU for each.",
+    "trainer.num_nodes": "Hosts; each runs --trainer.devices processes.",
+    "trainer.accelerator": "Device of the processes: cpu, gpu or auto, which takes GPUs if there are enough.",
+    "trainer.strategy": "Decides how processes keep one model: average gradients, or average models.",
+    "trainer.callbacks": "Callbacks of Lightning, such as EarlyStopping with --trainer.callbacks.monitor=val_loss.",
+    "trainer.precision": "Number format, such as 32-true, 64-true or bf16-mixed.",
+    "trainer.enable_progress_bar": "Show a progress bar; true by default.",
+    "trainer.default_root_dir": "Folder of the runs, each in version_N; runs by default.",
+    "trainer.check_val_every_n_epoch": "Validate after so many epochs.",
+    "checkpoint.dirpath": "Folder of the checkpoints; checkpoints in the folder of the run by default.",
+    "checkpoint.save_top_k": "Number of best checkpoints to keep; -1 keeps all. The last one is kept, too.",
+    "checkpoint.monitor": "Figure by which checkpoints are best; val_acc stands for val_f1 and val_auc, too.",
 }
 _ALL_OPTIONS = (
     " All options can be set in a YAML file (--config); --print_config prints them all with their values, and --help"
@@ -181,10 +200,10 @@ class GraphCLI(LightningCLI):
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        for action in self._parser(self._subcommand)._actions:
+            action.help = _TEXTS.get(action.dest, action.help)
         if wants_help(self._arguments):
-            command, given = self._subcommand, dict(options_of(self._arguments))
-            values = {name.removeprefix("--"): value for name, value in given.items()}
-            sys.stdout.write(short_help(command, self._parser(command), _PURPOSES[command], values))
+            self.show_help()
             raise SystemExit(0)
         super().parse_arguments(parser, args)
         subcommand = self.config["subcommand"]
@@ -214,6 +233,12 @@ class GraphCLI(LightningCLI):
         if checkpoint is not None and not is_remote(checkpoint):
             # a mistake is found before any rank starts, and is the same on all
             read(checkpoint, needs=TRAINING_PARTS if subcommand == "fit" else ("state_dict",))
+
+    def show_help(self) -> None:
+        """Print the options that are used most, with those of the classes that the command line names."""
+        command, given = self._subcommand, dict(options_of(self._arguments))
+        values = {name.removeprefix("--"): value for name, value in given.items()}
+        sys.stdout.write(short_help(command, self._parser(command), PURPOSES[command], values))
 
     @override
     def instantiate_classes(self) -> None:
@@ -368,6 +393,20 @@ class GraphCLI(LightningCLI):
         self.trainer.predict(**{**arguments, "return_predictions": False})
 
 
+def training_parser(command: str, task: str = "nodes") -> Any:
+    """Return the parser of ``fit``, ``validate``, ``test`` or ``predict``, for documentation."""
+    found = []
+
+    class Asked(GraphCLI):
+        @override
+        def show_help(self) -> None:
+            found.append(self._parser(command))
+
+    with contextlib.suppress(SystemExit):
+        Asked([command, f"--task={task}", "--help"])
+    return found[0]
+
+
 def _mistake_of(error: Exception) -> InputError | None:
     """Return the error to report to the user in one line, or ``None`` if the error is no mistake in the input."""
     text = str(error)
@@ -400,7 +439,7 @@ def _task_by_class(arguments: list[str]) -> list[str]:
 
 def _help_text(command: str) -> dict[str, Any]:
     """Return the usage and description of a subcommand. The generated usage would name all two hundred options."""
-    text = {"usage": f"pygdist {command} [--config FILE] [options]", "description": _PURPOSES[command] + _ALL_OPTIONS}
+    text = {"usage": f"pygdist {command} [--config FILE] [options]", "description": PURPOSES[command] + _ALL_OPTIONS}
     return {"prog": "pygdist", command: text}
 
 

@@ -14,7 +14,7 @@ from pygdist.commands.named_classes import PLACES, options_of_class, with_class_
 from pygdist.commands.train import GraphCLI
 from pygdist.errors import InputError
 from pygdist.partition.base import partitioners
-from tests.cli.commands import assert_mistake, pygdist
+from tests.cli.commands import assert_mistake, pygdist, torchrun
 
 MODEL = (
     "--model.model=torch_geometric.nn.GCN",
@@ -90,7 +90,7 @@ def test_a_name_without_options_stays_a_name() -> None:
 def test_partitioners_and_strategies_too() -> None:
     made = cli("--data.partitioner=hdrf", "--data.partitioner.balance=1.5", "--trainer.strategy.timeout_s=7")
     assert (made.datamodule.partitioner.name, made.datamodule.partitioner.balance) == ("hdrf", 1.5)
-    assert made.trainer.strategy.timeout_s == 7
+    assert made.trainer.strategy._timeout_s == 7
     notebook = with_class_paths(["fit", "--trainer.strategy=graph_ddp_notebook", "--trainer.strategy.timeout_s=7"])
     assert notebook[-1] == "--trainer.strategy.timeout_s=7"
     assert "--trainer.strategy.start_method=fork" in notebook
@@ -181,19 +181,18 @@ def test_refused(arguments: list[str], of_file: dict[str, Any], words: list[str]
 @pytest.mark.slow
 def test_the_saved_configuration_repeats_the_run(folder: Path) -> None:
     options = ("--model.backend=delayed", "--model.backend.delay=2", "--data.partitioner=hdrf")
-    more = ("--data.partitioner.balance=1.5", "--trainer.devices=2")
-    first = pygdist("fit", "--config=run.yaml", *options, *more, folder=folder)
-    assert first.code == 0, first.err
-    again = pygdist("fit", "--config=runs/version_0/config.yaml", folder=folder)
-    assert again.code == 0, again.err
+    more = ("--data.partitioner.balance=1.5",)
+    for arguments in (["--config=run.yaml", *options, *more], ["--config=runs/version_0/config.yaml"]):
+        ranks = torchrun("fit", *arguments, folder=folder)
+        assert [rank.code for rank in ranks] == [0, 0], ranks[0].err
     saved = [(folder / "runs" / f"version_{number}" / "config.yaml").read_text() for number in (0, 1)]
     assert saved[0] == saved[1]
     assert "delay: 2" in saved[0]
     assert "balance: 1.5" in saved[0]
     losses = [_losses(folder / "runs" / f"version_{number}" / "metrics.csv") for number in (0, 1)]
     assert losses[0] == losses[1]
-    exact = pygdist("fit", "--config=run.yaml", *options, *more, "--model.backend.delay=0", folder=folder)
-    assert exact.code == 0, exact.err
+    exact = torchrun("fit", "--config=run.yaml", *options, *more, "--model.backend.delay=0", folder=folder)
+    assert exact[0].code == 0, exact[0].err
     assert _losses(folder / "runs" / "version_2" / "metrics.csv") != losses[0], "the delay has an effect"
 
 
