@@ -16,7 +16,7 @@ from typing import Any
 
 from pygdist.commands.messages import Parser
 from pygdist.commands.named_classes import PLACES, Place
-from pygdist.commands.short_help import default_of, plain
+from pygdist.commands.short_help import default_of
 from pygdist.commands.train import PURPOSES, training_parser
 
 #: Commands with a page of their own, in the order of ``pygdist --help``.
@@ -77,7 +77,7 @@ def _training_page() -> Iterator[str]:
     yield ""
     parsers = {(command, task): training_parser(command, task) for command in TRAINING for task in _TASKS}
     for command in TRAINING:
-        yield f"- `pygdist {command}`: {escaped(PURPOSES[command])}"
+        yield f"- `pygdist {command}`: {marked_up(PURPOSES[command])}"
     yield ""
     yield "All four commands take the options on this page unless an option says otherwise."
     yield ""
@@ -139,7 +139,7 @@ def _page(command: str) -> Iterator[str]:
     parser = importlib.import_module(f"pygdist.commands.{command}").parser()
     yield f"# pygdist {command}"
     yield ""
-    yield escaped(plain(parser.description or ""))
+    yield marked_up(parser.description or "")
     yield ""
     for action in options_of(parser):
         yield from _entry(action)
@@ -171,8 +171,17 @@ def _entry(action: argparse.Action, note: str = "") -> Iterator[str]:
 
 def sentence(text: str) -> str:
     """Return a help text as a line of Markdown that ends with a full stop."""
-    line = plain(text.split("(type:")[0]).replace("%(prog)s", "pygdist").strip()
-    return escaped(line if not line or line.endswith((".", "!", "?")) else f"{line}.")
+    line = " ".join(text.split("(type:")[0].replace("%(prog)s", "pygdist").split())
+    return marked_up(line if not line or line.endswith((".", "!", "?")) else f"{line}.")
+
+
+def marked_up(text: str) -> str:
+    """Return a help text as Markdown: what reStructuredText marks, and options, become code."""
+    text = re.sub(r":\w+(?::\w+)*:`~?(?:[^`]*\.)?([^`.]+)`", r"`\1`", text).replace("``", "`")
+    parts = re.split(r"(`[^`]+`|--[a-z][\w.-]*\w(?:=[\w/.-]*\w)?)", text)
+    return "".join(
+        part if part.startswith("`") else f"`{part}`" if part.startswith("--") else escaped(part) for part in parts
+    )
 
 
 def type_of(action: argparse.Action) -> str:

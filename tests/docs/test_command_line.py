@@ -116,4 +116,4 @@ def test_the_extension_writes_when_sphinx_begins(
 
 def test_escaping(extension: ModuleType) -> None:
     assert extension.escaped("{a} <b> | *c* _d_ \\e [f] $g$") == (r"\{a\} \<b\> \| \*c\* \_d\_ \\e \[f\] \$g\$")
-    assert extension.sentence("a ``b_c``; d (type: int, default: 3)") == r"a b\_c; d."
+    assert extension.sentence("a_b ``b_c``, --x.y_z=1; :class:`~d.E` (type: int)") == r"a\_b `b_c`, `--x.y_z=1`; `E`."
