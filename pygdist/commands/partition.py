@@ -16,6 +16,7 @@ from rich.table import Table
 
 from pygdist.commands.messages import Parser
 from pygdist.errors import InputError
+from pygdist.registry import PlugIns
 
 _OF_INPUT = ("columns", "string_ids", "names", "first_id", "features", "labels", "num_nodes", "relabel")
 _SOURCES = ("dataset", "dataset_args", "input")
@@ -189,9 +190,18 @@ def parser() -> Parser:
     return result
 
 
+def _with_plug_ins(result: Parser) -> Parser:
+    """Add the names that installed packages offer to the help texts."""
+    groups = {"dataset": "pygdist.data", "method": "pygdist.partitioners"}
+    for action in result._actions:
+        if names := ", ".join(PlugIns(action.dest, groups[action.dest])) if action.dest in groups else "":
+            action.help = f"{action.help} Installed packages offer {names}."
+    return result
+
+
 def run(command: str, arguments: list[str]) -> int:
     """Run the command line of :func:`partition`."""
-    options = parser().parse_args(arguments).as_dict()
+    options = _with_plug_ins(parser()).parse_args(arguments).as_dict()
     as_json = options.pop("json")
     graph = Graph(**{field.name: options.pop(field.name) for field in fields(Graph)})
     # dataset classes print while they download

@@ -56,6 +56,9 @@ def test_the_commands_of_the_page(site: Path, tmp_path: Path) -> None:
     for name in ("rounded", "deal", "ring", "broken"):
         assert re.search(rf"\b{name}\b", listed.out)
     assert "deal: replication factor" in parts.out
+    helped = pygdist("partition", "--help", folder=tmp_path, env={"PYTHONPATH": str(site)}).out
+    assert "Installed packages offer deal." in " ".join(helped.split())
+    assert "Installed packages offer ring." in " ".join(helped.split())
     assert np.load(tmp_path / "parts" / "part_0" / "n_id.npy")[:3].tolist() == [0, 2, 4]
     saved = (tmp_path / "runs" / "version_0" / "config.yaml").read_text()
     for line in ("class_path: graph_extras.partitioner.DealPartitioner", "at_a_time: 5", "overlap: false"):
