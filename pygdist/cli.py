@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import difflib
 import importlib
 import logging
 import os
@@ -20,8 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 from pygdist import signals
-from pygdist.commands.launch_variables import is_first_rank
-from pygdist.errors import InputError, LostRankError, RefusedError, SignalError
+from pygdist.errors import InputError, LostRankError, RefusedError, SignalError, did_you_mean, is_first_rank
 from pygdist.memory.limits import refusal_of
 from pygdist.memory.scratch import ScratchFolder, is_scratch
 
@@ -52,7 +50,7 @@ Results:
 
 Options:
   -h, --help  show this help; pygdist COMMAND --help lists the options of a command
-  --version   show the version
+  --version   show the version, also after a command
 
 Examples:
   pygdist fit --config run.yaml --trainer.devices=4
@@ -128,7 +126,7 @@ def _run(command: str, rest: list[str]) -> int:
             sys.stdout.write(_HELP)
             sys.stdout.flush()
             return 0
-        if command == "--version":
+        if command == "--version" or (command in _COMMANDS and "--version" in rest):
             sys.stdout.write(f"pygdist {importlib.import_module('pygdist').__version__}\n")
             return 0
         with _scratch(), _threads() as of_threads:
@@ -196,8 +194,7 @@ def _ended(error: SignalError) -> int:
 def _load(command: str) -> Callable[[str, list[str]], int]:
     """Return the function that runs a command, given its name and arguments."""
     if command not in _COMMANDS:
-        similar = difflib.get_close_matches(command, _COMMANDS, n=1)
-        hint = f"; did you mean '{similar[0]}'?" if similar else "."
+        hint = did_you_mean(command, _COMMANDS) or "."
         raise InputError(f"unknown command '{command}'{hint} The commands are {', '.join(_COMMANDS)}")
     if _COMMANDS[command] in ("train", "verify"):  # these import Lightning
         importlib.import_module("pygdist.commands.launch_variables").check_launch(os.environ)

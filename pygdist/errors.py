@@ -5,6 +5,10 @@ The command line prints each as one line on standard error (:mod:`pygdist.cli`).
 
 from __future__ import annotations
 
+import difflib
+import os
+from collections.abc import Iterable
+
 
 class InputError(ValueError):
     """A mistake in the user's input. The message names the file, field, option or layer, and says what to do.
@@ -58,3 +62,15 @@ class SignalError(SystemExit):
 
     def __str__(self) -> str:
         return self.message
+
+
+def did_you_mean(word: str, words: Iterable[str]) -> str:
+    """Return "; did you mean 'fit'?" for an error message, or nothing if no word is near."""
+    similar = difflib.get_close_matches(word, list(words), n=1)
+    return f"; did you mean '{similar[0]}'?" if similar else ""
+
+
+def is_first_rank() -> bool:
+    """Tell if this process reports what every rank finds: the first one does, whoever started the ranks."""
+    numbers = (os.environ.get(name, "0") for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
+    return not any(number.isdecimal() and int(number) for number in numbers)

@@ -508,7 +508,7 @@ class Backend(ABC):
         return {name for one in cls.__mro__ for name in vars(one).get("per_graph", ())}
 
 
-backends: Registry[Backend] = Registry("backend")
+backends: Registry[Backend] = Registry("backend", "pygdist.backends")
 
 
 def names_of(can: Callable[[Abilities], bool]) -> str:

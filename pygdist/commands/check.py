@@ -8,15 +8,20 @@ from pathlib import Path
 from pygdist.commands.messages import ArgumentParser
 
 
-def run(command: str, arguments: list[str]) -> int:
-    """Run the command line: check sizes, checksums, structure and values of all files of a store."""
-    parser = ArgumentParser(
+def parser() -> ArgumentParser:
+    """Return the parser of the command line."""
+    result = ArgumentParser(
         prog="pygdist check",
         description="Read all files of a partitioned graph. The exit status is 2 if one is missing or damaged, or "
         "holds what cannot be right; a line names the file.",
     )
-    parser.add_argument("store", help="a folder that pygdist partition wrote")
-    options = parser.parse_args(arguments)
+    result.add_argument("store", help="a folder that pygdist partition wrote")
+    return result
+
+
+def run(command: str, arguments: list[str]) -> int:
+    """Run the command line: check sizes, checksums, structure and values of all files of a store."""
+    options = parser().parse_args(arguments)
     from pygdist.graph import open_part, read_meta  # imports torch: not before the options are read
     from pygdist.graph.store.structure import check_values
 

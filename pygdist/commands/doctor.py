@@ -106,16 +106,21 @@ def _on_this_machine(rank: int, num_ranks: int) -> list[dict[str, Any]]:
     return exchanges(Communicator(dist.new_group(), device=torch.device("cpu")))
 
 
-def run(command: str, arguments: list[str]) -> int:
-    """Run the command line: print what there is; under ``torchrun`` measure between its processes."""
-    parser = ArgumentParser(
+def parser() -> ArgumentParser:
+    """Return the parser of the command line."""
+    result = ArgumentParser(
         prog="pygdist doctor",
         description="Say what this machine has, and measure exchanges: between two processes of this machine by gloo, "
         "or, under torchrun, between all processes that it starts (by nccl if each has a GPU).",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--no-exchange", action="store_true", help="do not measure exchanges")
-    options = parser.parse_args(arguments)
+    result.add_argument("--json", action="store_true", help="print JSON")
+    result.add_argument("--no-exchange", action="store_true", help="do not measure exchanges")
+    return result
+
+
+def run(command: str, arguments: list[str]) -> int:
+    """Run the command line: print what there is; under ``torchrun`` measure between its processes."""
+    options = parser().parse_args(arguments)
     facts, rank = machine_facts(), 0
     if not options.no_exchange:
         facts["exchange_by"], facts["exchanges"], rank = _measured()

@@ -62,14 +62,19 @@ def _save(model: dict[str, Tensor], path: Path, suffix: str) -> None:
             raise OSError(str(error)) from error
 
 
-def run(command: str, arguments: list[str]) -> int:
-    """Run the command line of :func:`export`."""
-    parser = ArgumentParser(
+def parser() -> ArgumentParser:
+    """Return the parser of the command line."""
+    result = ArgumentParser(
         prog="pygdist export", description="Write the model of a checkpoint as plain weights, for use without pygdist."
     )
-    parser.add_argument("checkpoint", help="a .ckpt file that pygdist fit wrote")
-    parser.add_argument("out", help="the file to write: model.pt or model.safetensors")
-    options = parser.parse_args(arguments)
+    result.add_argument("checkpoint", help="a .ckpt file that pygdist fit wrote")
+    result.add_argument("out", help="the file to write: model.pt or model.safetensors")
+    return result
+
+
+def run(command: str, arguments: list[str]) -> int:
+    """Run the command line of :func:`export`."""
+    options = parser().parse_args(arguments)
     model = export(options.checkpoint, options.out)
     count = sum(value.numel() for value in model.values())
     sys.stdout.write(f"{options.out}: {len(model)} tensors, {count:,} numbers\n")

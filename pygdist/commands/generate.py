@@ -47,12 +47,17 @@ def generate(
     return write_generated(name, out or Path(f"{name}-{scale:g}"), **options, progress=Progress())
 
 
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    result = Parser(prog="pygdist generate", description=(generate.__doc__ or "").split("\n")[0])
+    result.add_function_arguments(generate, as_group=False, as_positional=True)
+    result.add_argument("--json", action="store_true", help="print graph.json to standard output, and nothing else")
+    return result
+
+
 def run(command: str, arguments: list[str]) -> int:
     """Run the command line of :func:`generate`."""
-    parser = Parser(prog="pygdist generate", description=(generate.__doc__ or "").split("\n")[0])
-    parser.add_function_arguments(generate, as_group=False, as_positional=True)
-    parser.add_argument("--json", action="store_true", help="print graph.json to standard output, and nothing else")
-    options = parser.parse_args(arguments).as_dict()
+    options = parser().parse_args(arguments).as_dict()
     as_json = options.pop("json")
     from pygdist.graph import read_description  # imports torch: not before the options are read
 

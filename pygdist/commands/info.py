@@ -72,14 +72,19 @@ def checkpoint_facts(path: str | Path) -> dict[str, Any]:
     }
 
 
-def run(command: str, arguments: list[str]) -> int:
-    """Run the command line of :func:`store_facts` and :func:`checkpoint_facts`."""
-    parser = ArgumentParser(
+def parser() -> ArgumentParser:
+    """Return the parser of the command line."""
+    result = ArgumentParser(
         prog="pygdist info", description="Say what a partitioned graph or a checkpoint holds; its data is not read."
     )
-    parser.add_argument("path", help="a folder that pygdist partition wrote, or a .ckpt file")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    options = parser.parse_args(arguments)
+    result.add_argument("path", help="a folder that pygdist partition wrote, or a .ckpt file")
+    result.add_argument("--json", action="store_true", help="print JSON")
+    return result
+
+
+def run(command: str, arguments: list[str]) -> int:
+    """Run the command line of :func:`store_facts` and :func:`checkpoint_facts`."""
+    options = parser().parse_args(arguments)
     path = Path(options.path)
     if not path.exists():
         raise InputError(f"{path}: there is no such folder or file; give a partitioned graph or a checkpoint")

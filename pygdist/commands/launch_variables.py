@@ -68,9 +68,3 @@ def check_launch(environment: Mapping[str, str]) -> None:
                 f"from 0; start all ranks with torchrun or SLURM, or unset both",
                 of_one_rank=True,
             )
-
-
-def is_first_rank() -> bool:
-    """Tell if this process reports what every rank finds: the first one does, whoever started the ranks."""
-    numbers = (os.environ.get(name, "0") for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
-    return not any(number.isdecimal() and int(number) for number in numbers)

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from pygdist.commands.messages import Parser
 from pygdist.errors import InputError
+from pygdist.registry import PlugIns
 
 _OF_INPUT = ("columns", "string_ids", "names", "first_id", "features", "labels", "num_nodes", "relabel")
 _SOURCES = ("dataset", "dataset_args", "input")
@@ -176,17 +177,31 @@ def partition(graph: Graph, parts: Parts) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def run(command: str, arguments: list[str]) -> int:
-    """Run the command line of :func:`partition`."""
-    parser = Parser(
+def parser() -> Parser:
+    """Return the parser of the command line."""
+    result = Parser(
         prog="pygdist partition",
         usage="pygdist partition (--dataset=NAME | --input=FILE) [options]",
         description="Split a graph into parts and write them to a folder, for --data.store of the other commands.",
     )
-    parser.add_class_arguments(Graph)
-    parser.add_class_arguments(Parts)
-    parser.add_argument("--json", action="store_true", help="print meta.json to standard output, and nothing else")
-    options = parser.parse_args(arguments).as_dict()
+    result.add_class_arguments(Graph)
+    result.add_class_arguments(Parts)
+    result.add_argument("--json", action="store_true", help="print meta.json to standard output, and nothing else")
+    return result
+
+
+def _with_plug_ins(result: Parser) -> Parser:
+    """Add the names that installed packages offer to the help texts."""
+    groups = {"dataset": "pygdist.data", "method": "pygdist.partitioners"}
+    for action in result._actions:
+        if names := ", ".join(PlugIns(action.dest, groups[action.dest])) if action.dest in groups else "":
+            action.help = f"{action.help} Installed packages offer {names}."
+    return result
+
+
+def run(command: str, arguments: list[str]) -> int:
+    """Run the command line of :func:`partition`."""
+    options = _with_plug_ins(parser()).parse_args(arguments).as_dict()
     as_json = options.pop("json")
     graph = Graph(**{field.name: options.pop(field.name) for field in fields(Graph)})
     # dataset classes print while they download

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import logging
 import os
 import shutil
 import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -24,11 +26,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from pygdist.checkpoints import TRAINING_PARTS, read
-from pygdist.commands.launch_variables import is_first_rank
-from pygdist.commands.messages import Parser, described, last_value, one_line, refused_by, shorten
+from pygdist.commands.messages import Parser, described, last_value, one_line, options_of, refused_by, shorten
+from pygdist.commands.named_classes import with_class_paths
 from pygdist.commands.run_folder import RunFolder, folder_to_go_on, named_checkpoint, new_folder
+from pygdist.commands.short_help import short_help, wants_help
 from pygdist.commands.trainer_options import accelerator_of, check_settings, check_trainer
-from pygdist.errors import InputError, RefusedError
+from pygdist.errors import InputError, RefusedError, is_first_rank
 from pygdist.lightning import GraphDataModule, GraphDDPStrategy, LinkPredictor, NodeClassifier
 from pygdist.lightning.callbacks import ExchangeMonitor, PredictionWriter
 from pygdist.lightning.checkpoint_io import is_remote
@@ -54,7 +57,7 @@ _IGNORED_WARNINGS = (
     "Couldn't infer the batch indices",  # the graph is the one batch
 )
 
-_PURPOSES = {
+PURPOSES = {
     "fit": "Train a model on a graph that is split into parts, one for each process: to classify nodes, or with"
     " --task=links to predict edges.",
     "validate": "Evaluate a model on the validation nodes or edges.",
@@ -62,10 +65,28 @@ _PURPOSES = {
     "predict": "Write a prediction for every node of the graph (its embedding with --task=links), in the order of node"
     " ids, to --predictions.path.",
 }
-_MOST_USED = (
-    " Most used options: --model.model=CLASS (any PyG model by class path; --model.model.help=CLASS lists its options),"
-    " --model.backend=NAME, --data.dataset=NAME, --trainer.devices=N, --trainer.max_epochs=N, --ckpt_path=FILE."
-    " All options can be set in a YAML file (--config); --print_config prints them all with their values."
+#: Lightning's options in our words: Lightning speaks of batches and GPUs, here processes hold parts of one graph.
+_TEXTS = {
+    "seed_everything": "Seed of everything that is drawn; the same seed repeats the run. true draws a seed.",
+    "ckpt_path": "Checkpoint to start from: a file, or best, last or hpc for one of the newest run.",
+    "optimizer": "Class of the optimizer, such as SGD, with options such as --optimizer.lr; Adam by default.",
+    "lr_scheduler": "Class of a scheduler of the learning rate, such as StepLR; needs --optimizer.",
+    "trainer.devices": "Processes on this host, one for each part; with GPUs, one GPU for each.",
+    "trainer.num_nodes": "Hosts; each runs --trainer.devices processes.",
+    "trainer.accelerator": "Device of the processes: cpu, gpu or auto, which takes GPUs if there are enough.",
+    "trainer.strategy": "Decides how processes keep one model: average gradients, or average models.",
+    "trainer.callbacks": "Callbacks of Lightning, such as EarlyStopping with --trainer.callbacks.monitor=val_loss.",
+    "trainer.precision": "Number format, such as 32-true, 64-true or bf16-mixed.",
+    "trainer.enable_progress_bar": "Show a progress bar; true by default.",
+    "trainer.default_root_dir": "Folder of the runs, each in version_N; runs by default.",
+    "trainer.check_val_every_n_epoch": "Validate after so many epochs.",
+    "checkpoint.dirpath": "Folder of the checkpoints; checkpoints in the folder of the run by default.",
+    "checkpoint.save_top_k": "Number of best checkpoints to keep; -1 keeps all. The last one is kept, too.",
+    "checkpoint.monitor": "Figure by which checkpoints are best; val_acc stands for val_f1 and val_auc, too.",
+}
+_ALL_OPTIONS = (
+    " All options can be set in a YAML file (--config); --print_config prints them all with their values, and --help"
+    " shows those that are used most."
 )
 
 
@@ -146,7 +167,7 @@ class GraphCLI(LightningCLI):
         for message in _IGNORED_WARNINGS:
             warnings.filterwarnings("ignore", message=message)
         self._subcommand = arguments[0]
-        arguments = _strategy_by_class(arguments)
+        self._arguments = arguments = with_class_paths(_task_by_class(arguments))
         super().__init__(
             _TASKS[_task_of(arguments)], GraphDataModule, args=arguments, parser_class=_TrainingParser,
             save_config_kwargs={"overwrite": True}, parser_kwargs=_help_text(arguments[0]), seed_everything_default=0,
@@ -162,6 +183,7 @@ class GraphCLI(LightningCLI):
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.add_argument("--help-all", action="help", default=argparse.SUPPRESS, help="show all options")
         parser.add_argument(
             "--task", choices=list(_TASKS), default="nodes",
             help="learn the classes of nodes, or edges (--data.edge_split holds some out for evaluation)",
@@ -178,6 +200,11 @@ class GraphCLI(LightningCLI):
 
     @override
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        for action in self._parser(self._subcommand)._actions:
+            action.help = _TEXTS.get(action.dest, action.help)
+        if wants_help(self._arguments):
+            self.show_help()
+            raise SystemExit(0)
         super().parse_arguments(parser, args)
         subcommand = self.config["subcommand"]
         defaults = {name: self._parser(subcommand).get_default(name) for name in ("model.lr", "model.weight_decay")}
@@ -206,6 +233,12 @@ class GraphCLI(LightningCLI):
         if checkpoint is not None and not is_remote(checkpoint):
             # a mistake is found before any rank starts, and is the same on all
             read(checkpoint, needs=TRAINING_PARTS if subcommand == "fit" else ("state_dict",))
+
+    def show_help(self) -> None:
+        """Print the options that are used most, with those of the classes that the command line names."""
+        command, given = self._subcommand, dict(options_of(self._arguments))
+        values = {name.removeprefix("--"): value for name, value in given.items()}
+        sys.stdout.write(short_help(command, self._parser(command), PURPOSES[command], values))
 
     @override
     def instantiate_classes(self) -> None:
@@ -360,6 +393,20 @@ class GraphCLI(LightningCLI):
         self.trainer.predict(**{**arguments, "return_predictions": False})
 
 
+def training_parser(command: str, task: str = "nodes") -> Any:
+    """Return the parser of ``fit``, ``validate``, ``test`` or ``predict``, for documentation."""
+    found = []
+
+    class Asked(GraphCLI):
+        @override
+        def show_help(self) -> None:
+            found.append(self._parser(command))
+
+    with contextlib.suppress(SystemExit):
+        Asked([command, f"--task={task}", "--help"])
+    return found[0]
+
+
 def _mistake_of(error: Exception) -> InputError | None:
     """Return the error to report to the user in one line, or ``None`` if the error is no mistake in the input."""
     text = str(error)
@@ -384,38 +431,16 @@ def _task_of(arguments: list[str]) -> str:
     return str(task)
 
 
+def _task_by_class(arguments: list[str]) -> list[str]:
+    """Return a command line on which `--model=LinkPredictor` is `--task=links`."""
+    tasks = {f"--model={cls.__name__}": f"--task={task}" for task, cls in _TASKS.items()}
+    return [tasks.get(argument, argument) for argument in arguments]
+
+
 def _help_text(command: str) -> dict[str, Any]:
     """Return the usage and description of a subcommand. The generated usage would name all two hundred options."""
-    text = {"usage": f"pygdist {command} [--config FILE] [options]", "description": _PURPOSES[command] + _MOST_USED}
+    text = {"usage": f"pygdist {command} [--config FILE] [options]", "description": PURPOSES[command] + _ALL_OPTIONS}
     return {"prog": "pygdist", command: text}
-
-
-def _strategy_by_class(arguments: list[str]) -> list[str]:
-    """Replace the name of one of our strategies by its class path if the command line sets options of the strategy.
-
-    The name may come from a configuration file. The end of the command line overrides it.
-    """
-    name = last_value(arguments, "trainer", "strategy") or _STRATEGY
-    entry = dict(StrategyRegistry).get(name) if isinstance(name, str) else None  # the registry's get() instantiates
-    option, others, settings = "--trainer.strategy", list[str](), dict[str, str]()
-    awaits_value = ""
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
-        if key == option or key.startswith(f"{option}."):
-            settings[key], awaits_value = value, "" if equals else key
-        elif awaits_value and not argument.startswith("--"):
-            settings[awaits_value], awaits_value = argument, ""
-        else:
-            others.append(argument)
-            awaits_value = ""
-    has_options = any(key != option and not key.endswith(".help") for key in settings)
-    if not has_options or entry is None or not issubclass(entry["strategy"], GraphDDPStrategy):
-        return arguments
-    path = f"{entry['strategy'].__module__}.{entry['strategy'].__qualname__}"
-    registered = {f"{option}.{name}": yaml.safe_dump(value).split()[0] for name, value in entry["init_params"].items()}
-    settings[option] = path
-    settings = {option: path, **registered, **settings}  # the class before its options
-    return [*others, *(f"{key}={value}" for key, value in settings.items())]
 
 
 def _strategy_of(strategy: Any) -> Any:

@@ -7,8 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pygdist.commands.launch_variables import is_first_rank
-from pygdist.errors import InputError
+from pygdist.errors import InputError, is_first_rank
 from pygdist.lightning.checks import LARGEST_RATE
 
 log = logging.getLogger(__name__)

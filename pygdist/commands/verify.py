@@ -112,19 +112,24 @@ def _compare(
         return f"{name} ran on one process, and failed on rank {rank}: {in_one_line(error)}. {ELSEWHERE}"
 
 
-def run(command: str, arguments: list[str]) -> int:
-    """Run the command line of :func:`verify`, which takes the options of ``fit``, too."""
-    parser = ArgumentParser(
+def parser() -> ArgumentParser:
+    """Return the parser of the command line."""
+    result = ArgumentParser(
         prog="pygdist verify",
         allow_abbrev=False,  # an option of fit may be a prefix of ours
         description="Compare one training step on N processes with the same step on one process. The exit status is 1 "
         "if a number differs by more than the tolerance. Takes all options of 'pygdist fit', too.",
     )
-    parser.add_argument("--world-size", type=int, default=2, help="number of processes (default: 2)")
-    parser.add_argument("--reference", choices=["auto", "pyg", "single"], default="auto", help="what one process runs")
-    parser.add_argument("--double", action="store_true", help="compute in float64")
-    parser.add_argument("--tolerance", type=float, help="largest relative difference (default: 1e-5, float64 1e-10)")
-    options, rest = parser.parse_known_args(arguments)
+    result.add_argument("--world-size", type=int, default=2, help="number of processes (default: 2)")
+    result.add_argument("--reference", choices=["auto", "pyg", "single"], default="auto", help="what one process runs")
+    result.add_argument("--double", action="store_true", help="compute in float64")
+    result.add_argument("--tolerance", type=float, help="largest relative difference (default: 1e-5, float64 1e-10)")
+    return result
+
+
+def run(command: str, arguments: list[str]) -> int:
+    """Run the command line of :func:`verify`, which takes the options of ``fit``, too."""
+    options, rest = parser().parse_known_args(arguments)
     if options.tolerance is not None and not 0 <= options.tolerance < math.inf:
         raise InputError(f"--tolerance is {options.tolerance}, expected a finite number from 0")
     cli = GraphCLI(["fit", *rest])

@@ -173,8 +173,8 @@ class PredictionWriter(BasePredictionWriter):
 
     Args:
         path: The file; it appears when it is complete.
-        output: ``label`` writes the predicted class (int64) or, with several labels per node, 0/1 rows (int8);
-            ``logits`` writes the model's output. For a :class:`~pygdist.lightning.LinkPredictor` it is always the
+        output: Predicted classes (``label``: int64 or, with several labels per node, 0/1 rows, int8), or the model's
+            output (``logits``). For a :class:`~pygdist.lightning.LinkPredictor` it is always the
             model's output.
     """
 

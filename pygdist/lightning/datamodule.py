@@ -45,8 +45,9 @@ class GraphDataModule(pl.LightningDataModule):
     the graph, such as a split that was drawn, is told once in a warning; :meth:`summary` lists all of them.
 
     Args:
-        dataset: A PyG ``Data``; the class path of a PyG dataset, or its name in ``torch_geometric.datasets``; an OGB
-            name such as ``ogbn-arxiv``; a folder of ``.npy`` arrays; or the name of a generator such as ``sbm``.
+        dataset: The graph, by name or class path: a generator such as ``sbm``, a PyG dataset, by its class path or its
+            name in ``torch_geometric.datasets``, an OGB dataset such as ``ogbn-arxiv``, a data set of an installed
+            package, a folder of ``.npy`` arrays; or a PyG ``Data``.
         dataset_args: Arguments of the dataset class or generator, such as ``{root: data, name: Cora}``.
         partitioner: Decides which rank owns which node, or edge: a name (``chunk``, ``hash``, ``metis``), a class path,
             or an instance. By default ``chunk``, or ``libra`` for backends that cut edges (``delayed``).
@@ -68,8 +69,9 @@ class GraphDataModule(pl.LightningDataModule):
             :class:`~pygdist.lightning.LinkPredictor` predicts them. An edge and its reverse are held out together. None
             by default.
         num_classes: Number of classes; a label beyond it is an error. By default the largest label plus one.
-        batches: Train in mini-batches, such as :class:`~pygdist.sampler.NeighborBatches`, for the backends ``replica``
-            (of each part), ``pull`` and ``pushpull`` (across parts). By default each epoch trains on a whole part.
+        batches: Train in mini-batches, such as :class:`~pygdist.sampler.NeighborBatches`. They are for the backends
+            ``replica`` (of each part), ``pull`` and ``pushpull`` (across parts). By default each epoch trains on a
+            whole part.
         batch_seed: Seed of the mini-batches.
         num_workers: Processes of each rank that draw mini-batches ahead; 0 draws them when they are needed.
         store: A folder that ``pygdist partition`` wrote; then nothing is loaded or partitioned.

@@ -56,10 +56,10 @@ class GraphModule(pl.LightningModule):
         lr: Learning rate of Adam; for another optimiser use ``--optimizer`` on the command line, or a subclass.
         weight_decay: Weight decay of Adam.
         savings: Shortcuts to take, and the memory for them; for example ``--model.savings.first_hop=false``.
-        exact_evaluation: If the backend trains without seeing all of the graph (``replica``), validate, test and
-            predict on all of it nevertheless.
-        check: Before anything is trained or evaluated, compare the model with one process on a small graph, and refuse
-            it if a number differs (:func:`~pygdist.distribute`).
+        exact_evaluation: Evaluate on the whole graph, also if the backend trains without seeing all of it (``replica``)
+            or on mini-batches.
+        check: Compare the model with one process on a small graph first, and refuse it if a number differs
+            (:func:`~pygdist.distribute`).
         detect_nan: Stop at the end of an epoch whose training or validation loss is NaN or infinite.
     """
 

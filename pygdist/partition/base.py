@@ -18,7 +18,7 @@ from pygdist.errors import InputError
 from pygdist.graph import EdgeStream
 from pygdist.registry import Registry
 
-_REGISTRY: Registry[Partitioner] = Registry("partitioner")
+partitioners: Registry[Partitioner] = Registry("partitioner", "pygdist.partitioners")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class Partitioner(ABC):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "name" in vars(cls):
-            _REGISTRY.register(cls.name, cls)
+            partitioners.register(cls.name, cls)
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments on which the result depends, for ``meta.json`` and the key of the cache.
@@ -94,12 +94,12 @@ def resolve_partitioner(partitioner: str | Partitioner, **args: Any) -> Partitio
     Raises:
         InputError: If there is no such partitioner (the message lists all names), or an argument does not fit.
     """
-    return _REGISTRY.resolve(partitioner, Partitioner, **args)  # type: ignore[type-abstract]
+    return partitioners.resolve(partitioner, Partitioner, **args)  # type: ignore[type-abstract]
 
 
 def partitioner_names() -> tuple[str, ...]:
-    """Return the registered names, sorted."""
-    return tuple(_REGISTRY)
+    """Return the registered names, sorted; those of plug-ins are added when they are used."""
+    return tuple(partitioners)
 
 
 def check_num_parts(num_nodes: int, num_parts: int) -> None:

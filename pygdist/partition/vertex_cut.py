@@ -25,8 +25,7 @@ from pygdist.partition.base import (
     check_num_parts,
     check_number,
     check_seed,
-    partitioner_names,
-    resolve_partitioner,
+    partitioners,
 )
 from pygdist.partition.hash import mix
 
@@ -201,4 +200,4 @@ class BalancedEdgePartitioner(EdgePartitioner):
 
 def edge_partitioner_names() -> list[str]:
     """Return the registered names of methods that assign edges to parts, sorted."""
-    return [name for name in partitioner_names() if issubclass(type(resolve_partitioner(name)), EdgePartitioner)]
+    return [name for name in partitioners if issubclass(partitioners[name], EdgePartitioner)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import os
 import sys
 import traceback
@@ -21,7 +22,7 @@ import torch_geometric.datasets
 from torch import Tensor
 from torch_geometric.data import Data, Dataset, HeteroData
 
-from pygdist.errors import InputError
+from pygdist.errors import InputError, did_you_mean
 from pygdist.graph.check import MASKS, NOTES, with_tensors
 from pygdist.graph.generated.graph import HETEROGENEOUS, HOMOGENEOUS, generate_data
 from pygdist.graph.generated.power_law import power_law
@@ -31,14 +32,16 @@ from pygdist.graph.sources.fields import edges_from_adjacency, masks_from_ids, p
 from pygdist.graph.sources.hetero import is_hetero_folder, load_hetero
 from pygdist.graph.sources.homogeneous import as_homogeneous
 from pygdist.graph.sources.npy import load_npy
-from pygdist.registry import import_path
+from pygdist.registry import PlugIns, import_path
 
+log = logging.getLogger(__name__)
 GENERATORS: dict[str, Callable[..., Any]] = {
     "sbm": degree_corrected_sbm,
     "power-law": power_law,
     "reference": power_law,  # the graph of the default arguments is used for timings
     **{name: partial(generate_data, name) for name in HOMOGENEOUS},
 }
+PLUG_INS = PlugIns("dataset", "pygdist.data")
 
 
 def register_generator(name: str, generator: Callable[..., Any]) -> None:
@@ -70,6 +73,8 @@ def load_graph(
             - the name of a generator: ``sbm``, ``power-law``, ``reference``, a double of a published graph
               (``reddit-like``, ``products-like``, ``papers-like``, ``mag-like``:
               :mod:`pygdist.graph.generated.published`), or a registered one;
+            - a name that an installed package offers as an entry point of the group ``pygdist.data``, for a function or
+              a class as below;
             - a folder of ``.npy`` arrays (:mod:`pygdist.graph.sources.npy`);
             - an OGB node dataset, such as ``ogbn-arxiv`` (extra ``ogb``);
             - a class in ``torch_geometric.datasets``, such as ``Planetoid``, or the dotted path of any class or
@@ -119,7 +124,18 @@ def load_graph(
     return data
 
 
+def dataset_names() -> list[str]:
+    """Return the names of generators and of installed packages' datasets, which are not imported."""
+    return sorted({*GENERATORS, *HETEROGENEOUS, *PLUG_INS})
+
+
 def _by_name(name: str, args: Mapping[str, Any]) -> Any:
+    if name in PLUG_INS:
+        if not _is_built_in(name):
+            if Path(name).is_dir():
+                log.warning("dataset '%s' is that of an installed package; for the folder write ./%s", name, name)
+            return _call(PLUG_INS.load(name), args, name)
+        PLUG_INS.pass_over(name, "pygdist")
     if name in GENERATORS:
         return _call(GENERATORS[name], args, name)
     if name in HETEROGENEOUS:
@@ -141,10 +157,18 @@ def _by_name(name: str, args: Mapping[str, Any]) -> Any:
         if name.partition(".")[0] in sys.stdlib_module_names:
             raise InputError(f"dataset '{name}': Python's own modules hold no dataset; use the path of one")
         return _call(import_path(name, "dataset"), args, name)
+    plug_ins = f", nor in an installed package ({', '.join(PLUG_INS)})" if [*PLUG_INS] else ""
     raise InputError(
-        f"dataset '{name}': neither a folder, nor a generator ({', '.join(GENERATORS)}), nor a class in "
+        f"dataset '{name}': neither a folder, nor a generator ({', '.join(GENERATORS)}){plug_ins}, nor a class in "
         "torch_geometric.datasets; check the spelling, or use a class path such as my_package.MyDataset"
+        f"{did_you_mean(name, [*dataset_names(), *torch_geometric.datasets.__all__])}"
     )
+
+
+def _is_built_in(name: str) -> bool:
+    """Tell if a name means something without any plug-in; a folder comes after plug-ins, as it does after PyG's."""
+    ours = name in GENERATORS or name in HETEROGENEOUS or name.startswith("ogbn-")
+    return ours or name in torch_geometric.datasets.__all__
 
 
 def _of_types(
