@@ -58,3 +58,15 @@ class SignalError(SystemExit):
 
     def __str__(self) -> str:
         return self.message
+
+
+def needs(what: str, package: str, extra: str) -> InputError:
+    """Return the error for an optional package that is not installed, with the command that installs it."""
+    return InputError(f"{what} needs {package}: pip install 'pygdist[{extra}]'")
+
+
+def pyg_wheels(*packages: str) -> str:
+    """Return the command that installs packages of PyG that are on no index, built for the torch that is installed."""
+    import torch
+
+    return f"pip install {' '.join(packages)} -f https://data.pyg.org/whl/torch-{torch.__version__}.html"

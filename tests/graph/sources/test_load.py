@@ -301,7 +301,7 @@ def test_ogb_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         return found(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without_ogb)
-    with pytest.raises(InputError, match=r"'ogbn-arxiv' needs the ogb package: pip install 'pygdist\[ogb\]'"):
+    with pytest.raises(InputError, match=r"'ogbn-arxiv' needs ogb: pip install 'pygdist\[ogb\]'"):
         load_graph("ogbn-arxiv")
 
 
