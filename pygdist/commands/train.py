@@ -215,7 +215,7 @@ class GraphCLI(LightningCLI):
             raise
         except (ValueError, ModuleNotFoundError, MisconfigurationException) as error:
             log.debug("while instantiating the objects of the configuration", exc_info=True)
-            if isinstance(error, ModuleNotFoundError) and "`tensorboard`" in str(error):
+            if "`tensorboardX` is available" in str(error):
                 raise needs("TensorBoardLogger", "tensorboard", "tensorboard") from error
             raise InputError(shorten(str(error))) from error
         except Exception as error:  # classes refuse their arguments in many ways
