@@ -20,6 +20,7 @@ Library = Literal["auto", "pyg_lib", "torch_sparse", "pymetis"]
 Indices = NDArray[np.int64]
 _PACKAGES = {"pyg_lib": ("pyg-lib",), "torch_sparse": ("torch_sparse", "torch_scatter")}
 
+
 @dataclass(frozen=True, kw_only=True)
 class MetisPartitioner(Partitioner):
     """Cuts few edges, with nearly as many nodes in each part (Karypis and Kumar, SIAM J. Sci. Comput. 1998).
