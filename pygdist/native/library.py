@@ -242,8 +242,8 @@ def _find() -> Path | None:
 def _share_openmp() -> None:
     """Let the native library find the functions of the OpenMP runtime that torch has loaded.
 
-    Some wheels of torch bring one under a name of their own, such as ``libgomp-1dd373e6.so.1.0.0``. In others, and where
-    torch was built here, it has its usual name.
+    Some wheels of torch bring one under a name of their own, such as ``libgomp-1dd373e6.so.1.0.0``. In others, and
+    where torch was built on this machine, the runtime has its usual name.
     """
     torch_folder = Path(torch.__file__).parent
     places = (torch_folder / "lib", torch_folder.parent / "torch.libs")

@@ -31,8 +31,8 @@ class MetisPartitioner(Partitioner):
     Args:
         recursive: Recursive bisection instead of direct k-way partitioning: slower, a little better for few parts.
         library: Package that provides METIS: ``pyg_lib`` or ``torch_sparse``, as in PyG's ``ClusterData``, or
-            ``pymetis`` (extra ``metis``). ``auto`` takes the first in this order that is installed. Their results differ
-            node by node, so the store records which one was used.
+            ``pymetis`` (extra ``metis``). ``auto`` takes the first in this order that is installed. Their results
+            differ node by node, so the store records which one was used.
 
     Raises:
         InputError: If ``library`` is unknown, not installed, or was built without METIS.

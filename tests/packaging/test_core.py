@@ -104,7 +104,9 @@ def test_a_run_logs_to_csv_without_tensorboard_and_what_is_missing_is_named(site
         "dataset 'Reddit' needs scipy: pip install 'pygdist[datasets]'": [
             "partition", "--dataset=Reddit", "--dataset_args.root=reddit", "--parts=2"
         ],
-        "dataset 'ogbn-arxiv' needs ogb: pip install 'pygdist[ogb]'": ["partition", "--dataset=ogbn-arxiv", "--parts=2"],
+        "dataset 'ogbn-arxiv' needs ogb: pip install 'pygdist[ogb]'": [
+            "partition", "--dataset=ogbn-arxiv", "--parts=2"
+        ],
         "writing .safetensors needs safetensors: pip install 'pygdist[safetensors]'": [
             "export", "runs/version_0/checkpoints/last.ckpt", "model.safetensors"
         ],
