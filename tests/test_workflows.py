@@ -117,3 +117,22 @@ def test_the_sdist_holds_what_a_build_needs_and_nothing_else() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]
     left_out = {top for top in tops for one in settings["sdist"]["exclude"] if fnmatch(f"/{top}", one)}
     assert tops - left_out == {"CMakeLists.txt", "LICENSE", "README.md", "pygdist", "pyproject.toml"}
+
+
+def test_the_demo_installs_only_what_it_needs(tmp_path: Path) -> None:
+    def said(target: str) -> str:
+        return subprocess.run(["make", "-n", target], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+
+    for name in ("Makefile", "pyproject.toml", "constraints.txt", "CMakeLists.txt"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    assert "install -c constraints.txt -e .\n" in said("demo")
+    assert "[dev]" not in said("demo")
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.touch()
+    (tmp_path / ".venv" / ".demo").touch()
+    assert "install" not in said("demo"), "it was installed"
+    assert "install -c constraints.txt -e '.[dev]'\n" in said("build"), "the rest is installed beside it"
+    (tmp_path / ".venv" / ".demo").unlink()
+    (tmp_path / ".venv" / ".installed").touch()
+    assert "install" not in said("demo"), "what tests need is enough"

@@ -305,6 +305,15 @@ def test_ogb_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         load_graph("ogbn-arxiv")
 
 
+def _needs_more() -> Data:
+    raise ImportError("MoleculeNet requires 'rdkit'")
+
+
+def test_a_package_that_a_dataset_needs_is_named() -> None:
+    with pytest.raises(InputError, match="'_needs_more': MoleculeNet requires 'rdkit'; install the package that it ne"):
+        load_graph(_needs_more)
+
+
 def _ring(num_nodes: int, transform: Callable[[Data], Data] | None = None) -> Data:
     nodes = torch.arange(num_nodes)
     graph = Data(x=torch.tensor([[1.0, 3.0]] * num_nodes), edge_index=torch.stack([nodes, nodes.roll(1)]))
