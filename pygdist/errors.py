@@ -74,3 +74,15 @@ def is_first_rank() -> bool:
     """Tell if this process reports what every rank finds: the first one does, whoever started the ranks."""
     numbers = (os.environ.get(name, "0") for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
     return not any(number.isdecimal() and int(number) for number in numbers)
+
+
+def needs(what: str, package: str, extra: str) -> InputError:
+    """Return the error for an optional package that is not installed, with the command that installs it."""
+    return InputError(f"{what} needs {package}: pip install 'pygdist[{extra}]'")
+
+
+def pyg_wheels(*packages: str) -> str:
+    """Return the command that installs packages of PyG that are on no index, built for the torch that is installed."""
+    import torch
+
+    return f"pip install {' '.join(packages)} -f https://data.pyg.org/whl/torch-{torch.__version__}.html"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pygdist import checkpoints
 from pygdist.commands.messages import ArgumentParser
-from pygdist.errors import InputError
+from pygdist.errors import InputError, needs
 from pygdist.memory.limits import reason_of
 from pygdist.memory.scratch import replacing
 
@@ -55,7 +55,7 @@ def _save(model: dict[str, Tensor], path: Path, suffix: str) -> None:
             from safetensors import SafetensorError
             from safetensors.torch import save_file
         except ModuleNotFoundError as error:
-            raise InputError("writing .safetensors needs a package: pip install safetensors") from error
+            raise needs("writing .safetensors", "safetensors", "safetensors") from error
         try:
             save_file({name: value.contiguous() for name, value in model.items()}, path)
         except SafetensorError as error:  # no kind of error that others raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
+import importlib.util
 import logging
 import os
 import shutil
@@ -31,7 +31,7 @@ from pygdist.commands.named_classes import with_class_paths
 from pygdist.commands.run_folder import RunFolder, folder_to_go_on, named_checkpoint, new_folder
 from pygdist.commands.short_help import short_help, wants_help
 from pygdist.commands.trainer_options import accelerator_of, check_settings, check_trainer
-from pygdist.errors import InputError, RefusedError, is_first_rank
+from pygdist.errors import InputError, RefusedError, is_first_rank, needs
 from pygdist.lightning import GraphDataModule, GraphDDPStrategy, LinkPredictor, NodeClassifier
 from pygdist.lightning.callbacks import ExchangeMonitor, PredictionWriter
 from pygdist.lightning.checkpoint_io import is_remote
@@ -152,7 +152,7 @@ class BestCheckpoint(ModelCheckpoint):
 
 
 class GraphCLI(LightningCLI):
-    """LightningCLI with pygdist's defaults: strategy ``graph_ddp``, CSV and TensorBoard logs, best and last checkpoint.
+    """LightningCLI with pygdist's defaults: strategy ``graph_ddp``, logs, best and last checkpoint.
 
     The constructor instantiates the objects of the configuration; :meth:`execute` runs the subcommand.
 
@@ -248,6 +248,8 @@ class GraphCLI(LightningCLI):
             raise
         except (ValueError, ModuleNotFoundError, MisconfigurationException) as error:
             log.debug("while instantiating the objects of the configuration", exc_info=True)
+            if "`tensorboardX` is available" in str(error):
+                raise needs("TensorBoardLogger", "tensorboard", "tensorboard") from error
             raise InputError(shorten(str(error))) from error
         except Exception as error:  # classes refuse their arguments in many ways
             log.debug("while instantiating the objects of the configuration", exc_info=True)
@@ -459,12 +461,14 @@ def _strategy_of(strategy: Any) -> Any:
 
 
 def _loggers(root: Path, folder: RunFolder | None) -> list[Any]:
-    """Return loggers to TensorBoard and CSV in the run's folder, which also gets the checkpoints and the configuration.
+    """Return the loggers of a run, to CSV and, where it is installed, to TensorBoard.
 
-    Rank 0 has a folder, and tells the others its name; they write nothing.
+    They write to the run's folder, which also gets the checkpoints and the configuration. Rank 0 has a folder, and
+    tells the others its name; they write nothing.
     """
     version = 0 if folder is None else int(folder.path.name.removeprefix("version_"))
-    return [TensorBoardLogger(root, name="", version=version), EpochLogger(root, name="", version=version)]
+    board = [TensorBoardLogger] if importlib.util.find_spec("tensorboard") is not None else []
+    return [logger(root, name="", version=version) for logger in (*board, EpochLogger)]
 
 
 def run(command: str, arguments: list[str]) -> int:

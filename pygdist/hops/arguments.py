@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
 
 from pygdist.graph import Adjacency
+from pygdist.nn.nested import each_value
 
 
 def mapped(
@@ -77,7 +77,7 @@ def edges_among(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
 
 def each_tensor(out: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Apply ``change`` to every tensor of an output: in tuples, lists, dictionaries and dataclasses, however deep."""
-    return apply_to_collection(out, Tensor, change, wrong_dtype=Adjacency)
+    return each_value(out, Tensor, change, but=(Adjacency,))
 
 
 def tensors_of(out: Any) -> list[Tensor]:

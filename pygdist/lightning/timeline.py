@@ -12,9 +12,11 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from pygdist.comm import Communicator, Recorder, Span
+from pygdist.errors import InputError, needs
 from pygdist.lightning.module import GraphModule
 from pygdist.lightning.to_rank_zero import to_rank_zero
 
@@ -38,7 +40,7 @@ class Timeline(pl.Callback):
 
     Args:
         path: The trace, for Perfetto (https://ui.perfetto.dev) or ``chrome://tracing``. Rank 0 writes it when training
-            ends, and the picture beside it as ``.png``.
+            ends, and the picture beside it as ``.png`` (extra ``plot``; without matplotlib only the trace).
         first_epoch: The first epoch to record. Epoch 0 does work that later ones do not.
         epochs: Number of epochs to record.
 
@@ -107,7 +109,10 @@ class Timeline(pl.Callback):
         if any(by_rank):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.write_text(json.dumps(chrome_trace(by_rank)), encoding="utf-8")
-            draw(by_rank, self.path.with_suffix(".png"))
+            try:
+                draw(by_rank, self.path.with_suffix(".png"))
+            except InputError as error:  # the trace is there
+                rank_zero_warn(str(error))
 
 
 def clock_offset(communicator: Communicator) -> int:
@@ -167,8 +172,11 @@ def chrome_trace(by_rank: Sequence[Sequence[Span]]) -> dict[str, Any]:
 
 def draw(by_rank: Sequence[Sequence[Span]], path: Path) -> None:
     """Draw a line for each rank with a colour for each kind, and a thin line below it for what goes on meanwhile."""
-    from matplotlib.figure import Figure  # pyplot would choose a window system
-    from matplotlib.patches import Patch
+    try:
+        from matplotlib.figure import Figure  # pyplot would choose a window system
+        from matplotlib.patches import Patch
+    except ModuleNotFoundError as error:
+        raise needs("the picture of a timeline", "matplotlib", "plot") from error
 
     first = min(span.start for spans in by_rank for span in spans)
     figure = Figure(figsize=(10, 1.2 + 0.5 * len(by_rank)))

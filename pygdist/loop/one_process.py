@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
@@ -18,6 +17,7 @@ from pygdist.graph.check import EDGE_FIELDS, MASKS
 from pygdist.graph.identity import version_of
 from pygdist.graph.memo import Memo
 from pygdist.hops.arguments import mapped
+from pygdist.nn.nested import each_value
 from pygdist.routing.distribute import distribute, with_hooks
 
 
@@ -103,10 +103,10 @@ class _Inputs:
         values of edges beside them.
         """
         edges = list[Adjacency]()
-        apply_to_collection(output, Adjacency, edges.append)
+        each_value(output, Adjacency, edges.append)
         if self._back is None or any(one.origin is not self.adjacency for one in edges):
             return output
-        return apply_to_collection(output, Tensor, self._returned)
+        return each_value(output, Tensor, self._returned)
 
     def _given(self, name: str, value: Any) -> Any:
         if not isinstance(value, Tensor) or isinstance(value, Adjacency):

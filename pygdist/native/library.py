@@ -1,21 +1,23 @@
 """Finds ``libpygdist_native.so``, loads it once and declares the types of its functions.
 
 The library is optional. If no compiler was found at install time, :func:`load` warns once and returns ``None``, and
-callers use slower code or refuse by :func:`require`. The library needs an OpenMP runtime; torch must be imported first,
-so that the two share one (the loader knows it by its name, ``libgomp.so.1``) and their threads do not compete.
+callers use slower code or refuse by :func:`require`. Its threads are those of the OpenMP runtime that torch has loaded:
+two runtimes in one process would each start a thread for every core.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+import os
 import sys
 import warnings
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch  # noqa: F401  # loads its OpenMP runtime, see above
+import torch
 
 from pygdist.errors import InputError
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     _Simple: TypeAlias = ctypes._SimpleCData[Any]
 
 LIBRARY_NAME = "libpygdist_native.so"
+_RUNTIMES = ("libgomp.so.1", "libiomp5.so", "libomp.so")  # GCC's, and two that offer its functions too
 ABI_VERSION = 20
 """``PYGDIST_ABI_VERSION`` in ``pygdist_native.h``; another number means an older or newer build."""
 
@@ -175,6 +178,7 @@ def load() -> ctypes.CDLL | None:
     if path is None:
         _warn("was not built: no C++ compiler was found when pygdist was installed")
         return None
+    _share_openmp()
     try:
         library = ctypes.CDLL(str(path))
         library.pygdist_abi_version.restype = _INT
@@ -233,6 +237,23 @@ def _find() -> Path | None:
     # An editable install has two folders here: the sources, and one in site-packages with the build.
     folders = sys.modules[__package__].__path__
     return next((path for folder in folders if (path := Path(folder) / LIBRARY_NAME).is_file()), None)
+
+
+def _share_openmp() -> None:
+    """Let the native library find the functions of the OpenMP runtime that torch has loaded.
+
+    Some wheels of torch bring one under a name of their own, such as ``libgomp-1dd373e6.so.1.0.0``. In others, and
+    where torch was built on this machine, the runtime has its usual name.
+    """
+    torch_folder = Path(torch.__file__).parent
+    places = (torch_folder / "lib", torch_folder.parent / "torch.libs")
+    bundled = [str(path) for place in places for path in sorted(place.glob("libgomp*.so*"))]
+    for name in (*bundled, *_RUNTIMES):
+        with contextlib.suppress(OSError):  # this one is not loaded
+            ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL | os.RTLD_NOLOAD)
+            return
+    with contextlib.suppress(OSError):  # a torch without OpenMP; loading the native library tells if it needs a runtime
+        ctypes.CDLL(_RUNTIMES[0], mode=ctypes.RTLD_GLOBAL)
 
 
 def _warn(problem: str) -> None:

@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn import functional
 
 from pygdist.errors import InputError
+from pygdist.nn.nested import each_value
 
 
 def labelled(y: Tensor, mask: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def summed_loss(
         InputError: If ``losses`` does not return one value for each node.
     """
     rows = labelled_rows(y, chosen) if chosen.dtype == torch.bool else chosen
-    values = losses(apply_to_collection(output, Tensor, partial(_chosen, y.size(0), rows)), y.index_select(0, rows))
+    values = losses(each_value(output, Tensor, partial(_chosen, y.size(0), rows)), y.index_select(0, rows))
     if values.shape != rows.shape:
         name = getattr(losses, "__qualname__", type(losses).__name__)
         raise InputError(

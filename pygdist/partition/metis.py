@@ -7,19 +7,18 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
 import numpy as np
-import pymetis
 import torch
 from numpy.typing import NDArray
-from scipy import sparse
 from torch_geometric import typing as pyg_typing
 from typing_extensions import override
 
-from pygdist.errors import InputError
+from pygdist.errors import InputError, needs, pyg_wheels
 from pygdist.graph import EdgeStream
 from pygdist.partition.base import Partitioner, check_num_parts
 
 Library = Literal["auto", "pyg_lib", "torch_sparse", "pymetis"]
 Indices = NDArray[np.int64]
+_PACKAGES = {"pyg_lib": ("pyg-lib",), "torch_sparse": ("torch_sparse", "torch_scatter")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +31,8 @@ class MetisPartitioner(Partitioner):
     Args:
         recursive: Recursive bisection instead of direct k-way partitioning: slower, a little better for few parts.
         library: Package that provides METIS: ``pyg_lib`` or ``torch_sparse``, as in PyG's ``ClusterData``, or
-            ``pymetis``. ``auto`` takes the first in this order that is installed. Their results differ node by node, so
-            the store records which one was used.
+            ``pymetis`` (extra ``metis``). ``auto`` takes the first in this order that is installed. Their results
+            differ node by node, so the store records which one was used.
 
     Raises:
         InputError: If ``library`` is unknown, not installed, or was built without METIS.
@@ -48,9 +47,13 @@ class MetisPartitioner(Partitioner):
         if self.library not in get_args(Library):
             raise InputError(f"metis: library is '{self.library}', expected one of {', '.join(get_args(Library))}")
         installed = metis_libraries()
+        if not installed:
+            raise needs("partitioner 'metis'", "pymetis", "metis")
         if self.library not in ("auto", *installed):
+            command = pyg_wheels(*_PACKAGES[self.library]) if self.library in _PACKAGES else "pip install pymetis"
             raise InputError(
-                f"metis: {self.library} is not installed, or was built without METIS; use {', '.join(installed)}"
+                f"metis: {self.library} is not installed, or was built without METIS; use {', '.join(installed)}, or "
+                f"install it: {command}"
             )
         if self.library == "auto":
             object.__setattr__(self, "library", installed[0])
@@ -58,11 +61,11 @@ class MetisPartitioner(Partitioner):
     @override
     def assign(self, edges: EdgeStream, num_parts: int) -> NDArray[np.int32]:
         check_num_parts(edges.num_nodes, num_parts)
-        graph = _undirected(edges)
-        if num_parts == 1 or graph.nnz == 0:  # METIS refuses a graph without edges
+        rowptr, col = _undirected(edges)
+        if num_parts == 1 or len(col) == 0:  # METIS refuses a graph without edges
             return (np.arange(edges.num_nodes) % num_parts).astype(np.int32)
         run = {"pyg_lib": _pyg_lib, "torch_sparse": _torch_sparse, "pymetis": _pymetis}[self.library]
-        return run(graph.indptr.astype(np.int64), graph.indices.astype(np.int64), num_parts, self.recursive)
+        return run(rowptr, col, num_parts, self.recursive)
 
 
 def metis_libraries() -> tuple[str, ...]:
@@ -72,7 +75,9 @@ def metis_libraries() -> tuple[str, ...]:
         libraries.append("pyg_lib")
     if importlib.util.find_spec("torch_sparse") is not None and _torch_sparse_has_metis():
         libraries.append("torch_sparse")
-    return (*libraries, "pymetis")
+    if importlib.util.find_spec("pymetis") is not None:
+        libraries.append("pymetis")
+    return tuple(libraries)
 
 
 def _torch_sparse_has_metis() -> bool:
@@ -85,15 +90,16 @@ def _torch_sparse_has_metis() -> bool:
     return True
 
 
-def _undirected(edges: EdgeStream) -> sparse.csr_array:
-    """Return the symmetric adjacency without duplicates and self-loops."""
+def _undirected(edges: EdgeStream) -> tuple[Indices, Indices]:
+    """Return the neighbours of each node (CSR), symmetric, sorted, without duplicates and self-loops."""
     ends = np.concatenate([np.empty((2, 0), dtype=np.int64), *edges.chunks()], axis=1)
     ends = ends[:, ends[0] != ends[1]]
-    ends = np.concatenate([ends, ends[::-1]], axis=1)
-    shape = (edges.num_nodes, edges.num_nodes)
-    graph = sparse.coo_array((np.ones(ends.shape[1], dtype=bool), (ends[0], ends[1])), shape=shape).tocsr()
-    graph.sort_indices()
-    return graph
+    row, col = np.concatenate([ends, ends[::-1]], axis=1)
+    num_nodes = max(edges.num_nodes, 1)
+    row, col = np.divmod(np.unique(row * num_nodes + col), num_nodes)
+    rowptr = np.zeros(edges.num_nodes + 1, dtype=np.int64)
+    np.cumsum(np.bincount(row, minlength=edges.num_nodes), out=rowptr[1:])
+    return rowptr, col
 
 
 def _pyg_lib(rowptr: Indices, col: Indices, num_parts: int, recursive: bool) -> NDArray[np.int32]:
@@ -112,5 +118,7 @@ def _torch_sparse(rowptr: Indices, col: Indices, num_parts: int, recursive: bool
 
 
 def _pymetis(rowptr: Indices, col: Indices, num_parts: int, recursive: bool) -> NDArray[np.int32]:
+    import pymetis
+
     graph = pymetis.CSRAdjacency(rowptr, col)
     return np.asarray(pymetis.part_graph(num_parts, graph, recursive=recursive).vertex_part, dtype=np.int32)

@@ -1,6 +1,7 @@
 """Plots of a partition: the rows that parts send to each other in one hop, and the load of each part.
 
-They take the measures of a partition or a store's ``meta.json``. matplotlib is imported when a plot is drawn.
+They take the measures of a partition or a store's ``meta.json``. matplotlib (extra ``plot``) is imported when a plot is
+drawn.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pygdist.errors import needs
 from pygdist.partition.metrics import PartitionMetrics
 
 if TYPE_CHECKING:
@@ -82,6 +84,8 @@ def _metrics(metrics: PartitionMetrics | Mapping[str, Any]) -> PartitionMetrics:
 def _axes(ax: Axes | None) -> Axes:
     if ax is not None:
         return ax
-    import matplotlib.pyplot as plt
-
+    try:
+        import matplotlib.pyplot as plt
+    except ModuleNotFoundError as error:
+        raise needs("a plot", "matplotlib", "plot") from error
     return plt.subplots(layout="constrained")[1]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pygdist.errors import InputError
+from pygdist.errors import InputError, needs
 from pygdist.memory.limits import reason_of
 from pygdist.memory.scratch import replacing
 from pygdist.report.description import Experiment, Mean
@@ -251,7 +251,7 @@ def _rendered(*, figures: list[Figure], **content: Any) -> str:
         from plotly.offline import get_plotlyjs
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        raise InputError(f"a report needs {package}: pip install 'pygdist[report]'") from error
+        raise needs("a report", package, "report") from error
     environment = Environment(
         loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

@@ -15,7 +15,7 @@ from torch_geometric.sampler import BaseSampler, NeighborSampler
 from typing_extensions import override
 
 from pygdist.comm import Communicator
-from pygdist.errors import InputError
+from pygdist.errors import InputError, pyg_wheels
 from pygdist.graph import Shard
 from pygdist.kernels import CSR
 from pygdist.native import load
@@ -106,7 +106,8 @@ class NeighborBatches(MiniBatches):
             return sampler
         if not installed:
             raise InputError(
-                "library 'pyg' needs pyg-lib or torch_sparse, neither is installed; install one, or use 'native'"
+                "library 'pyg' needs pyg-lib or torch_sparse, neither is installed; use 'native', or install one: "
+                + pyg_wheels("torch_sparse", "torch_scatter")
             )
         edges = torch.stack([csr.index.to(torch.int64), csr.row_index().to(torch.int64)])
         data = Data(edge_index=edges, num_nodes=csr.num_rows)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
+import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -83,6 +86,20 @@ def test_gaps_are_compute() -> None:
     travel = Span("travel", "a", 15, 70, aside=True)  # that something travels is no reason not to compute
     assert travel in with_compute([*spans, travel], 0, 80, "epoch 0")
     assert len(with_compute([*spans, travel], 0, 80, "epoch 0")) == len(found) + 1
+
+
+def test_without_matplotlib_the_trace_is_written(pool: RankPool, tmp_path: Path) -> None:
+    (warning,) = pool.run(_recorded_without_matplotlib, 1, str(tmp_path))
+    assert "the picture of a timeline needs matplotlib: pip install 'pygdist[plot]'" in warning
+    assert json.loads((tmp_path / "out" / "timeline.json").read_text())["traceEvents"]
+    assert not (tmp_path / "out" / "timeline.png").exists()
+
+
+def _recorded_without_matplotlib(rank: int, world_size: int, folder: str) -> str:
+    with mock.patch.dict(sys.modules, {"matplotlib.figure": None}), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        _recorded(rank, world_size, folder)
+    return "\n".join(str(one.message) for one in told)
 
 
 @pytest.mark.parametrize("options", [{"first_epoch": -1}, {"epochs": 0}])

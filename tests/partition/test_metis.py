@@ -63,5 +63,8 @@ def test_a_library_that_is_not_there_is_refused() -> None:
     if not missing:
         pytest.skip("every library is installed, with METIS")
     for library in missing:
-        with pytest.raises(InputError, match=f"metis: {library} is not installed, or was built without METIS; use"):
+        with pytest.raises(
+            InputError, match=f"metis: {library} is not installed, or was built without METIS; use"
+        ) as refused:
             MetisPartitioner(library=library)  # type: ignore[arg-type]
+        assert str(refused.value).endswith(f"https://data.pyg.org/whl/torch-{torch.__version__}.html")

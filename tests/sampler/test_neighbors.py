@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch_geometric import typing as pyg_typing
@@ -86,5 +88,6 @@ def test_without_a_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
             InputError, match=r"apt install g\+\+\) and reinstall pygdist, or install pyg-lib or torch_sp"
         ):
             NeighborBatches(library=which).loader(part_of(csr), csr, seed=0)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="library 'pyg' needs pyg-lib or torch_sparse, neither is installed"):
+    command = f"pip install torch_sparse torch_scatter -f https://data.pyg.org/whl/torch-{torch.__version__}.html"
+    with pytest.raises(InputError, match=f"'pyg' needs pyg-lib or torch_sparse, neither is .*: {re.escape(command)}"):
         NeighborBatches(library="pyg").loader(part_of(csr), csr, seed=0)

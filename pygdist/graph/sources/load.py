@@ -22,7 +22,7 @@ import torch_geometric.datasets
 from torch import Tensor
 from torch_geometric.data import Data, Dataset, HeteroData
 
-from pygdist.errors import InputError, did_you_mean
+from pygdist.errors import InputError, did_you_mean, needs
 from pygdist.graph.check import MASKS, NOTES, with_tensors
 from pygdist.graph.generated.graph import HETEROGENEOUS, HOMOGENEOUS, generate_data
 from pygdist.graph.generated.power_law import power_law
@@ -42,6 +42,7 @@ GENERATORS: dict[str, Callable[..., Any]] = {
     **{name: partial(generate_data, name) for name in HOMOGENEOUS},
 }
 PLUG_INS = PlugIns("dataset", "pygdist.data")
+_OF_DATASETS = ("pandas", "scipy")  # packages of the extra
 
 
 def register_generator(name: str, generator: Callable[..., Any]) -> None:
@@ -192,6 +193,10 @@ def _call(factory: Callable[..., Any], args: Mapping[str, Any], name: str) -> An
         return factory(**made)
     except OSError as error:  # includes failed downloads
         raise InputError(f"dataset '{name}': could not be read or downloaded: {error}") from error
+    except ImportError as error:
+        if error.name in _OF_DATASETS:
+            raise needs(f"dataset '{name}'", error.name, "datasets") from error
+        raise InputError(f"dataset '{name}': {error}; install the package that it needs") from error
     except InputError:
         raise
     except MemoryError as error:
@@ -210,7 +215,7 @@ def _load_ogb(name: str, args: Mapping[str, Any]) -> Data:
     try:
         from ogb.nodeproppred import PygNodePropPredDataset
     except ModuleNotFoundError:
-        raise InputError(f"dataset '{name}' needs the ogb package: pip install 'pygdist[ogb]'") from None
+        raise needs(f"dataset '{name}'", "ogb", "ogb") from None
     from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
     from torch_geometric.data.storage import GlobalStorage
 

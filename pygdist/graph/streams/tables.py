@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from pygdist.errors import InputError
+from pygdist.errors import InputError, needs
 from pygdist.graph.streams.columns import Columns
 
 ANY_ID = range((1 << 63) - 1)
@@ -189,4 +189,4 @@ def has_pyarrow() -> bool:
 def require_pyarrow(reason: str) -> None:
     """Raise ``InputError`` with a reason, such as ``edges.csv: names as ids``, if pyarrow is missing."""
     if not has_pyarrow():
-        raise InputError(f"{reason}: needs pyarrow: pip install 'pygdist[parquet]'")
+        raise needs(f"{reason}:", "pyarrow", "parquet")

@@ -301,8 +301,17 @@ def test_ogb_missing(monkeypatch: pytest.MonkeyPatch) -> None:
         return found(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without_ogb)
-    with pytest.raises(InputError, match=r"'ogbn-arxiv' needs the ogb package: pip install 'pygdist\[ogb\]'"):
+    with pytest.raises(InputError, match=r"'ogbn-arxiv' needs ogb: pip install 'pygdist\[ogb\]'"):
         load_graph("ogbn-arxiv")
+
+
+def _needs_more() -> Data:
+    raise ImportError("MoleculeNet requires 'rdkit'")
+
+
+def test_a_package_that_a_dataset_needs_is_named() -> None:
+    with pytest.raises(InputError, match="'_needs_more': MoleculeNet requires 'rdkit'; install the package that it ne"):
+        load_graph(_needs_more)
 
 
 def _ring(num_nodes: int, transform: Callable[[Data], Data] | None = None) -> Data:
