@@ -55,6 +55,7 @@ class Graph:
         remove_duplicates: Merge parallel edges.
         remove_self_loops: Drop edges from a node to itself.
         float_features: Convert integer features of nodes and edges to float32; by default they stay integers.
+        float_labels: Labels are numbers to predict, even if all of them are whole; by default these become classes.
         split: Shares of the labelled nodes for training, validation and test, in place of the dataset's own masks. A
             dataset without masks is split 50/25/25 by default.
         split_seed: Seed of the split.
@@ -76,6 +77,7 @@ class Graph:
     remove_duplicates: bool = False
     remove_self_loops: bool = False
     float_features: bool = False
+    float_labels: bool = False
     split: tuple[float, float, float] | None = None
     split_seed: int = 0
     num_classes: int | None = None

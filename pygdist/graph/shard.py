@@ -41,7 +41,8 @@ class Shard:
         e_id: Global position of each edge, in the order of ``adjacency``.
         plan: The rows that each pair of ranks exchanges.
         x: Features of the owned rows, ``(n, num_features)``.
-        y: Labels of the owned rows, ``(n,)`` int64 with -1 for unlabelled, or ``(n, num_classes)`` float.
+        y: Labels of the owned rows: classes, ``(n,)`` int64 with -1 for unlabelled; several labels per node,
+            ``(n, num_classes)`` float (``multi_label``); or numbers to predict, ``(n, k)`` or with more dimensions.
         train_mask, val_mask, test_mask: Owned rows of each stage, ``(n,)`` bool.
         edge_weight, edge_attr, edge_type: Per edge, in the order of ``adjacency``; ``None`` if the graph has none.
         num_nodes, num_edges, num_classes, multi_label: Of the whole graph.
@@ -194,12 +195,14 @@ class Shard:
         return self.replace(surroundings=around, clones=clones, adjacency=adjacency, plan=plan, **moved)
 
     def astype(self, dtype: torch.dtype) -> Shard:
-        """Return the shard with features, edge inputs and label matrices in ``dtype``, or itself if they are.
+        """Return the shard with features, edge inputs and float labels in ``dtype``, or itself if they are.
 
-        ``columns`` stay in their type, as they lie on disk.
+        ``columns`` stay in their type, as they lie on disk. Half precision leaves labels as they are: a loss of rounded
+        numbers would be that of others.
         """
         around = None if self.surroundings is None else self.surroundings.astype(dtype)
-        names = floats_unlike(self, ("x", "y", *EDGE_FIELDS), dtype)
+        labels = ("y",) if dtype.itemsize >= 4 else ()
+        names = floats_unlike(self, ("x", *labels, *EDGE_FIELDS), dtype)
         floats = {name: self._converted(name, around, dtype) for name in names}
         return self.replace(surroundings=around, **floats) if floats or around is not self.surroundings else self
 

@@ -320,7 +320,7 @@ def say_what_is_sent(trainer: pl.Trainer, sync_every: int, sync_unit: str) -> No
 
 
 def check_splits(module: object, split: object, edge_split: object) -> None:
-    """Refuse edges that are held out for a module that learns the classes of nodes, and a split of nodes for edges."""
+    """Refuse edges that are held out for a module that learns nodes, and a split of nodes for edges."""
     learns_edges = getattr(module, "learns_edges", None)
     if learns_edges and split is not None:
         raise InputError(
@@ -330,5 +330,5 @@ def check_splits(module: object, split: object, edge_split: object) -> None:
     if edge_split is not None and learns_edges is False:
         raise InputError(
             f"edge_split: edges are held out for a LinkPredictor (--task=links), but {type(module).__name__} learns "
-            "the classes of nodes; leave edge_split out"
+            f"{'numbers' if getattr(module, 'float_labels', False) else 'the classes'} of nodes; leave edge_split out"
         )

@@ -61,6 +61,8 @@ class GraphDataModule(pl.LightningDataModule):
         remove_duplicates: Merge parallel edges: weights are added, attributes averaged.
         remove_self_loops: Drop edges from a node to itself.
         float_features: Convert integer features of nodes and edges to float32; by default they stay integers.
+        float_labels: Labels are numbers to predict, even if all of them are whole; by default whole numbers become
+            classes. Always so for :class:`~pygdist.lightning.NodeRegressor`.
         split: Shares of the labelled nodes for training, validation and test, in place of the dataset's own masks; a
             dataset without masks is split 50/25/25 by default.
         split_seed: Seed of the split, of nodes and of edges.
@@ -93,6 +95,7 @@ class GraphDataModule(pl.LightningDataModule):
         remove_duplicates: bool = False,
         remove_self_loops: bool = False,
         float_features: bool = False,
+        float_labels: bool = False,
         split: tuple[float, float, float] | None = None,
         split_seed: int = 0,
         edge_split: tuple[float, float] | None = None,
@@ -113,6 +116,7 @@ class GraphDataModule(pl.LightningDataModule):
             "remove_duplicates": remove_duplicates,
             "remove_self_loops": remove_self_loops,
             "float_features": float_features,
+            "float_labels": float_labels,
             "split": split,
             "split_seed": split_seed,
             "num_classes": num_classes,
@@ -159,7 +163,8 @@ class GraphDataModule(pl.LightningDataModule):
     def load(self) -> tuple[Data, list[str]]:
         """Return the whole graph, checked and preprocessed, and notes on what was done to it; for one process."""
         data = load_graph(self.dataset, **self.dataset_args)
-        return prepare(data, **self.preprocessing)
+        float_labels = self.preprocessing["float_labels"] or getattr(self._module, "float_labels", False)
+        return prepare(data, **{**self.preprocessing, "float_labels": float_labels})
 
     @override
     def prepare_data(self) -> None:
@@ -204,7 +209,9 @@ class GraphDataModule(pl.LightningDataModule):
         counts = ", ".join(f"{count:,} {name.removesuffix('_mask')}" for name, count in meta["counts"].items())
         graph = f"{meta['num_nodes']:,} nodes, {meta['num_edges']:,} edges, {meta['num_features']} features{dtype}"
         parts = f"{meta['num_parts']} parts by {meta['method']}; labelled nodes: {counts}"
-        return "\n".join([f"{graph}, {meta['num_classes']} classes", parts, *meta["preprocessing"]])
+        targets = "x".join(map(str, meta.get("targets", ())))
+        learned = f"{targets} numbers to predict per node" if targets else f"{meta['num_classes']} classes"
+        return "\n".join([f"{graph}, {learned}", parts, *meta["preprocessing"]])
 
     @override
     def setup(self, stage: str | None = None) -> None:
@@ -428,7 +435,7 @@ class GraphDataModule(pl.LightningDataModule):
         if batch.sample is not None:  # open_part() has moved the part
             dtype, sample = self._model_dtype(), batch.sample
             sample = (laid_out(sample) if "edge_index" in sample else sample).apply(lambda value: moved(value, device))
-            floats = floats_unlike(sample, ("x", *EDGE_FIELDS, "edge_norm"), dtype)
+            floats = floats_unlike(sample, ("x", "y", *EDGE_FIELDS, "edge_norm"), dtype)
             sample = sample.update({name: converted(value, dtype) for name, value in floats.items()})
             batch.sample = stamped(sample) if "layout" in sample else sample
         return batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -91,6 +91,15 @@ class GraphModule(pl.LightningModule):
         self._kept_evaluation: WholeGraphEvaluation | None = None  # used again by the next
         self._sharded = ShardedTraining()
         self.metrics = nn.ModuleDict()
+
+    @property
+    def best_by(self) -> tuple[str, Literal["min", "max"]]:
+        """The logged number by which a checkpoint is the best, and whether the least or the largest is."""
+        return "val_loss", "min"
+
+    def labels_of(self, out: Tensor) -> Tensor:
+        """Return the prediction for each node, from a row of the model's output for each."""
+        return out
 
     @override
     def setup(self, stage: str) -> None:

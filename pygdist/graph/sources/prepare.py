@@ -19,7 +19,18 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from pygdist.errors import InputError
-from pygdist.graph.check import FEATURES, FIELDS, MASKS, NOTES, check, is_multi_label, plain, rows_of, with_tensors
+from pygdist.graph.check import (
+    FEATURES,
+    FIELDS,
+    MASKS,
+    NOTES,
+    are_numbers,
+    check,
+    is_multi_label,
+    plain,
+    rows_of,
+    with_tensors,
+)
 from pygdist.graph.sources.edges import drop_duplicates, drop_self_loops, make_symmetric
 from pygdist.graph.streams.tables import first_rounded
 
@@ -35,6 +46,7 @@ def prepare(
     remove_duplicates: bool = False,
     remove_self_loops: bool = False,
     float_features: bool = False,
+    float_labels: bool = False,
     split: tuple[float, float, float] | None = None,
     split_seed: int = 0,
     num_classes: int | None = None,
@@ -50,6 +62,7 @@ def prepare(
         remove_duplicates: Keep one edge of each (source, target, type): weights are summed, attributes averaged.
         remove_self_loops: Remove the edges from a node to itself.
         float_features: Convert integer features of nodes and edges to float32; by default they stay integers.
+        float_labels: Labels are numbers to predict, even if all of them are whole; by default these become classes.
         split: Shares of the labelled nodes for training, validation and test. By default the masks of the dataset are
             kept; if it has none, 50/25/25 are drawn.
         split_seed: Seed of the drawn split.
@@ -57,16 +70,17 @@ def prepare(
 
     Returns:
         The graph, with ``edge_index`` (int64), ``x`` (float32 or float64, or integers or bool as they are), ``y``
-        (int64 of shape ``(N,)``, -1 = unlabelled; or a float32 matrix, NaN row = unlabelled; absent if the dataset has
-        no labels), three bool masks of labelled nodes, ``edge_weight`` (float), ``edge_attr`` (as ``x``) and
-        ``edge_type`` (int64) if the dataset has them, and ``num_classes``; and a note on each change, one sentence
-        each.
+        (classes: int64 of shape ``(N,)``, -1 = unlabelled; several labels per node: a float32 matrix of 0 and 1, NaN
+        row = unlabelled; numbers to predict: float32, float64 or int64 of shape ``(N, 1)``, ``(N, k)`` or with more
+        dimensions, NaN row = unlabelled; absent if the dataset has no labels), three bool masks of labelled nodes,
+        ``edge_weight`` (float), ``edge_attr`` (as ``x``) and ``edge_type`` (int64) if the dataset has them, and
+        ``num_classes`` (0 for numbers to predict); and a note on each change, one sentence each.
 
     Raises:
         InputError: If :func:`check` raises it, ``split`` is not three shares, or ``split_seed`` is out of range.
     """
     data = with_tensors(data)
-    check(data, num_classes=num_classes)
+    check(data, num_classes=num_classes, float_labels=float_labels)
     notes: list[str] = list(data.get(NOTES, []))
     num_nodes = data["x"].size(0)
     fields = {name: value for name in FIELDS if isinstance(value := data.get(name), Tensor)}
@@ -80,7 +94,9 @@ def prepare(
         make_symmetric(fields, num_nodes, notes)
     if remove_duplicates:
         drop_duplicates(fields, num_nodes, notes)
-    classes_in_labels = prepare_nodes(fields, num_nodes, split=split, split_seed=split_seed, notes=notes)
+    classes_in_labels = prepare_nodes(
+        fields, num_nodes, split=split, split_seed=split_seed, float_labels=float_labels, notes=notes
+    )
     return Data(**fields, num_classes=num_classes or classes_in_labels), notes
 
 
@@ -99,12 +115,13 @@ def prepare_nodes(
     *,
     split: tuple[float, float, float] | None,
     split_seed: int,
+    float_labels: bool,
     notes: list[str],
 ) -> int:
     """Put labels and masks into one form, and draw a split if needed, as :func:`prepare` describes.
 
     ``fields`` are ``y`` and masks, if they exist; changed in place. A note on each change is appended. Returns the
-    number of classes.
+    number of classes; 0 if labels are numbers to predict.
     """
     if not 0 <= split_seed < 1 << 64:
         raise InputError(f"split_seed is {split_seed}, expected 0 to 2**64 - 1")
@@ -112,7 +129,9 @@ def prepare_nodes(
     for name in MASKS:
         if name in fields:
             fields[name] = fields[name].to(torch.bool)
-    if "y" in fields:
+    if "y" in fields and are_numbers(fields["y"], float_labels):
+        fields["y"] = _unify_numbers(fields["y"], notes)
+    elif "y" in fields:
         y = _unify_labels(fields["y"], notes)
         num_classes = fields["y"].size(1) if is_multi_label(fields["y"]) else count_classes(y)
         fields["y"] = y
@@ -121,17 +140,23 @@ def prepare_nodes(
 
 
 def count_classes(y: Tensor | None) -> int:
-    """Return the number of classes of labels that :func:`prepare` returned; 0 without labels."""
+    """Return the number of classes of labels that :func:`prepare` returned; 0 without labels, or if they are numbers.
+
+    A matrix of 0 and 1 counts as several labels per node.
+    """
     if y is None or y.numel() == 0:
         return 0
-    return y.size(1) if is_multi_label(y) else int(y.max()) + 1
+    if y.dim() == 1:
+        return int(y.max()) + 1
+    return y.size(1) if is_multi_label(y) and not are_numbers(y) else 0
 
 
 def labelled_nodes(y: Tensor) -> Tensor:
     """Return a mask of the nodes that have a label, ``(N,)`` bool, from labels that :func:`prepare` returned."""
-    if not is_multi_label(y):
+    if y.dim() == 1:
         return y >= 0
-    return torch.cat([y.new_empty(0, dtype=torch.bool), *(~torch.isnan(block).any(dim=1) for _, block in rows_of(y))])
+    missing = (torch.isnan(block).flatten(1).any(dim=1) for _, block in rows_of(y))
+    return torch.cat([y.new_empty(0, dtype=torch.bool), *(~one for one in missing)])
 
 
 def fingerprint(data: Data) -> str:
@@ -176,6 +201,15 @@ def _weight_type(weight: Tensor) -> torch.dtype:
         raise InputError(f"edge_weight: edge {edge} has weight {int(weight.reshape(-1)[edge])}, which float64 rounds")
     exact = weight.to(torch.float64)
     return torch.float32 if torch.equal(exact.to(torch.float32).to(torch.float64), exact) else torch.float64
+
+
+def _unify_numbers(y: Tensor, notes: list[str]) -> Tensor:
+    """Return numbers to predict with a row for each node: float32, float64, or int64."""
+    kept = y.dtype in (torch.float32, torch.float64, torch.int64)
+    dtype = y.dtype if kept else torch.float32 if y.is_floating_point() else torch.int64
+    if not kept:
+        notes.append(f"converted y from {y.dtype} to {dtype}".replace("torch.", ""))
+    return (y.unsqueeze(1) if y.dim() == 1 else y).to(dtype)
 
 
 def _unify_labels(y: Tensor, notes: list[str]) -> Tensor:

@@ -88,7 +88,13 @@ class WholeGraph:
     def multi_label(self) -> bool:
         """True if labels are a matrix with one column per class."""
         y = self.fields.get("y")
-        return y is not None and y.ndim == 2 and y.shape[1] > 1
+        return y is not None and y.ndim == 2 and y.shape[1] == self.num_classes > 1
+
+    @property
+    def targets(self) -> tuple[int, ...] | None:
+        """The shape of the numbers that are to be predicted for a node; ``None`` if labels are classes, or absent."""
+        y = self.fields.get("y")
+        return None if y is None or y.ndim == 1 or self.multi_label else y.shape[1:]
 
     @property
     def num_features(self) -> int:

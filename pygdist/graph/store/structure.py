@@ -107,6 +107,8 @@ def check_meta(meta: Mapping[str, Any], path: Path) -> None:
         InputError: Names the file and the entry.
     """
     _check_entries(meta, _META, path, "")
+    if "targets" in meta and not (_is_counts(meta["targets"]) and meta["targets"]):
+        _refuse(path, "targets", meta["targets"], "a list of sizes")
     for name in _FIGURES:
         if name in meta and not _is_number(meta[name]):
             _refuse(path, name, meta[name], "a finite number from 0")
@@ -193,7 +195,8 @@ def check_values(meta: Mapping[str, Any], part: int, folder: Path, *, largest: f
     Raises:
         InputError: Names the file, and the first wrong entry.
     """
-    fields = ("x", "columns", *EDGE_FIELDS, *(["y"] if meta["multi_label"] else []))  # classes belong to the structure
+    classes = not (meta["multi_label"] or "targets" in meta)  # they belong to the structure
+    fields = ("x", "columns", *EDGE_FIELDS, *([] if classes else ["y"]))
     names = [name for name in fields if name in meta["parts"][part]["files"]]
     arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names}
     edges = next((len(arrays[name]) for name in EDGE_FIELDS if name in arrays), 0)
@@ -202,8 +205,10 @@ def check_values(meta: Mapping[str, Any], part: int, folder: Path, *, largest: f
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     try:
         check_fields(
-            tensors, meta["parts"][part]["num_owned"], edges, after_block=lambda name: forget_pages(arrays[name])
-        )
+            tensors, meta["parts"][part]["num_owned"], edges,
+            num_classes=meta["num_classes"] if meta["multi_label"] else None,
+            after_block=lambda name: forget_pages(arrays[name]),
+        )  # fmt: skip
     except InputError as error:
         name, _, problem = str(error).partition(":")
         raise InputError(f"{folder / name}.npy:{problem}") from error
@@ -265,7 +270,8 @@ def _wrong_forms(arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, Any], pa
     num_targets = num_rows if around else num_owned
     plan = (meta["num_hops"], num_parts) if around else (num_parts,)
     weighted, columns = "edge_weight" in arrays, columns_of(meta["num_features"], part, num_parts)
-    labels = (num_owned, meta["num_classes"]) if meta["multi_label"] else (num_owned,)
+    width = [meta["num_classes"]] if meta["multi_label"] else meta.get("targets", [])
+    floats = "float32 float64" if meta["multi_label"] else "float32 float64 int64"
     forms: dict[str, tuple[str, tuple[int | None, ...]]] = {
         "n_id": ("int64", (None,)),
         "indptr": ("int64", (num_targets + 1,)),
@@ -276,7 +282,7 @@ def _wrong_forms(arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, Any], pa
         "recv_counts": ("int64", plan),
         "x": (_NUMBERS, (num_targets, meta["num_features"])),
         "columns": (f"float16 {_NUMBERS}", (meta["num_nodes"], columns.stop - columns.start)),
-        "y": ("float32 float64" if meta["multi_label"] else "int64", labels),
+        "y": (floats if width else "int64", (num_owned, *width)),
         **dict.fromkeys(MASKS, ("bool", (num_owned,))),
         "edge_weight": ("float32 float64", (num_edges,)),
         "edge_attr": (_NUMBERS, (num_edges,)),
