@@ -45,8 +45,8 @@ def check(data: Data, *, num_classes: int | None = None, float_labels: bool = Fa
         InputError: If edges are not ``(2, E)`` integers or point outside the graph; features, edge weights or edge
             attributes have another length, or hold a value that is not finite or beyond float32; edge types are not
             integers from 0; labels are neither classes (integers from 0, -1 = unlabelled, also as floats), nor a label
-            matrix (0 and 1, a row of NaN = unlabelled), nor numbers to predict (:func:`are_numbers`; finite, NaN =
-            unlabelled); or masks have another length or type.
+            matrix (0 and 1, or between if ``num_classes`` is given; a row of NaN = unlabelled), nor numbers to predict
+            (:func:`are_numbers`; finite, a row of NaN = unlabelled); or masks have another length or type.
     """
     x = data.get("x")
     if not isinstance(x, Tensor):
@@ -181,7 +181,7 @@ def are_numbers(y: Tensor, float_labels: bool = False) -> bool:
     """Tell if labels are numbers to predict, rather than classes (:func:`check`).
 
     These are floats of which some are not whole, any floats with ``float_labels``, a matrix with entries other than 0
-    and 1, and tensors of more dimensions.
+    and 1, and tensors of more dimensions; but labels are classes if their number is given.
     """
     if y.dim() > 2 or (float_labels and y.is_floating_point()):
         return True
@@ -332,8 +332,8 @@ def _check_label_matrix(y: Tensor, num_classes: int | None) -> None:
                 f"y: node {start + node} has NaN in some label columns only; a node is labelled in all "
                 "columns or in none"
             )
-        if (node := _first(((block != 0) & (block != 1) & ~missing).any(dim=1))) is not None:
-            raise InputError(f"y: the label matrix of node {start + node} holds values other than 0 and 1")
+        if (node := _first(((block < 0) | (block > 1)).any(dim=1))) is not None:
+            raise InputError(f"y: the label matrix of node {start + node} holds values outside 0 to 1")
 
 
 def _check_numbers(y: Tensor) -> None:

@@ -87,8 +87,8 @@ class NodeClassifier(NodeModule):
             assert shard.y is not None
             raise InputError(
                 f"{type(self).__name__} learns classes, but the labels (y) of the graph are numbers to predict "
-                f"({form_of(shard.y)}); use NodeRegressor (--task=regression), number the classes from 0, or override "
-                "node_losses"
+                f"({form_of(shard.y)}); use NodeRegressor (--task=regression), number the classes from 0, set "
+                "num_classes for labels between 0 and 1, or override node_losses"
             )
         if weights is not None and (shard.multi_label or self.learns_numbers):
             problem = "have no class" if self.learns_numbers else "may have several classes"

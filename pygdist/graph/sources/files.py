@@ -169,12 +169,18 @@ class GraphFiles(EdgeOptions):
         self._check(fields, num_nodes, file.num_edges, {**dict.fromkeys(edges.values, paths["edge_index"]), **paths})
         nodes = {name: torch.from_numpy(value) for name, value in fields.items() if name in ("y", *MASKS)}
         num_classes = prepare_nodes(
-            nodes, num_nodes, split=self.split, split_seed=self.split_seed, float_labels=self.float_labels, notes=notes
+            nodes,
+            num_nodes,
+            split=self.split,
+            split_seed=self.split_seed,
+            float_labels=self.float_labels,
+            num_classes=self.num_classes,
+            notes=notes,
         )
         graph = WholeGraph(
             edges=self._stream(file, num_nodes, progress),
             fields=fields | {name: value.numpy() for name, value in nodes.items()},
-            num_classes=self.num_classes or num_classes,
+            num_classes=num_classes,
             notes=notes,
             ids=ids,
             names=edges.names,

@@ -94,10 +94,16 @@ def prepare(
         make_symmetric(fields, num_nodes, notes)
     if remove_duplicates:
         drop_duplicates(fields, num_nodes, notes)
-    classes_in_labels = prepare_nodes(
-        fields, num_nodes, split=split, split_seed=split_seed, float_labels=float_labels, notes=notes
+    num_classes = prepare_nodes(
+        fields,
+        num_nodes,
+        split=split,
+        split_seed=split_seed,
+        float_labels=float_labels,
+        num_classes=num_classes,
+        notes=notes,
     )
-    return Data(**fields, num_classes=num_classes or classes_in_labels), notes
+    return Data(**fields, num_classes=num_classes), notes
 
 
 def tell(notes: Iterable[str]) -> None:
@@ -116,6 +122,7 @@ def prepare_nodes(
     split: tuple[float, float, float] | None,
     split_seed: int,
     float_labels: bool,
+    num_classes: int | None,
     notes: list[str],
 ) -> int:
     """Put labels and masks into one form, and draw a split if needed, as :func:`prepare` describes.
@@ -125,18 +132,18 @@ def prepare_nodes(
     """
     if not 0 <= split_seed < 1 << 64:
         raise InputError(f"split_seed is {split_seed}, expected 0 to 2**64 - 1")
-    num_classes = 0
+    found = 0
     for name in MASKS:
         if name in fields:
             fields[name] = fields[name].to(torch.bool)
-    if "y" in fields and are_numbers(fields["y"], float_labels):
+    if "y" in fields and num_classes is None and are_numbers(fields["y"], float_labels):
         fields["y"] = _unify_numbers(fields["y"], notes)
     elif "y" in fields:
         y = _unify_labels(fields["y"], notes)
-        num_classes = fields["y"].size(1) if is_multi_label(fields["y"]) else count_classes(y)
+        found = fields["y"].size(1) if is_multi_label(fields["y"]) else count_classes(y)
         fields["y"] = y
     _set_masks(fields, num_nodes, split, split_seed, notes)
-    return num_classes
+    return num_classes or found
 
 
 def count_classes(y: Tensor | None) -> int:
