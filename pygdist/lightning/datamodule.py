@@ -23,6 +23,7 @@ from pygdist.graph.shard import converted, moved
 from pygdist.graph.sources.prepare import tell
 from pygdist.graph.surroundings import floats_unlike
 from pygdist.lightning.checks import RESERVE, check_graph_options, check_splits, expanded, left_unused, read_only_folder
+from pygdist.lightning.one_lightning import OfLightning
 from pygdist.lightning.parts import FullGraphLoader, PartBatch, PartLoader, StepLoader, laid_out, stamped
 from pygdist.lightning.precomputed import Precomputed
 from pygdist.lightning.to_rank_zero import from_rank_zero
@@ -37,7 +38,7 @@ from pygdist.sampler import BatchLoader, MiniBatches
 _GRAIN = 1 << 26  # sizes of memory are rounded down to a multiple of so many bytes
 
 
-class GraphDataModule(pl.LightningDataModule):
+class GraphDataModule(OfLightning, pl.LightningDataModule):
     """Partitions a graph once and gives each rank its part.
 
     On one process, ``prepare_data`` loads, checks, preprocesses and partitions the graph and writes the on-disk store

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
@@ -35,6 +35,7 @@ from pygdist.lightning.checks import (
 )
 from pygdist.lightning.datamodule import GraphDataModule
 from pygdist.lightning.evaluation import WholeGraphEvaluation
+from pygdist.lightning.one_lightning import OfLightning, check_callbacks
 from pygdist.lightning.parts import PartBatch, sampled_graph
 from pygdist.lightning.sharded import ShardedTraining, check_elementwise, clip_over_ranks
 from pygdist.lightning.strategies import GraphDDPStrategy
@@ -47,7 +48,7 @@ _OF_NAN = "lower the learning rate, or look for features, edge weights or labels
 _BACKEND_STATE = "backend_state"  # in a checkpoint
 
 
-class GraphModule(pl.LightningModule):
+class GraphModule(OfLightning, pl.LightningModule):
     """Trains a PyG model on a partitioned graph. The subclass defines the task.
 
     Args:
@@ -100,6 +101,11 @@ class GraphModule(pl.LightningModule):
     def labels_of(self, out: Tensor) -> Tensor:
         """Return the prediction for each node, from a row of the model's output for each."""
         return out
+
+    @override
+    def configure_callbacks(self) -> Sequence[pl.Callback] | pl.Callback:
+        check_callbacks(self.trainer)  # the first of all hooks, on all ranks
+        return super().configure_callbacks()
 
     @override
     def setup(self, stage: str) -> None:
