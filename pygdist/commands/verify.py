@@ -75,6 +75,7 @@ def verify(
         raise InputError("verify needs the whole graph for its reference: give data.dataset in place of data.store")
     if world_size < 1:
         raise InputError(f"--world-size is {world_size}, expected at least 1")
+    data.model = model
     whole, _ = data.load()
     if data.num_parts not in (None, world_size):
         log.info("num_parts=%s is not used: each of %d processes gets one part", data.num_parts, world_size)

@@ -15,6 +15,7 @@ from pygdist.comm import ExchangePlan
 from pygdist.graph.adjacency import Adjacency
 from pygdist.graph.check import EDGE_FIELDS, MASKS
 from pygdist.graph.clones import Clones
+from pygdist.graph.sources.whole import OF_NODES
 from pygdist.graph.store.meta import open_part, read_meta
 from pygdist.graph.store.part_files import PLACEMENTS
 from pygdist.graph.surroundings import (
@@ -52,6 +53,7 @@ class Shard:
         folder: The store; ``None`` if the graph is only in memory.
         surroundings: All rows of placements *replicas* and *edges*; ``x``, ids and values of edges of the shard are
             its leading rows, not copies. ``None`` for placement *nodes*.
+        node_inputs: Further tensors of nodes by name, such as ``pos``: a row for each owned node.
         columns: Under placement *columns*: this rank's columns of the features of all nodes, ``(num_nodes, c)``, by
             global id; otherwise ``None``. ``x`` is then NaN in every entry and takes no memory.
         clones: The exchanges between rows of one node under placement *edges*, otherwise ``None``. There ``adjacency``
@@ -88,6 +90,7 @@ class Shard:
         surroundings: Surroundings | None = None,
         clones: Clones | None = None,
         columns: Tensor | None = None,
+        node_inputs: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.rank, self.num_parts = rank, num_parts
         self.n_id, self.num_owned = n_id, num_owned
@@ -99,6 +102,7 @@ class Shard:
         self.num_classes, self.multi_label, self.counts = num_classes, multi_label, counts
         self.val_edges, self.test_edges = val_edges, test_edges
         self.folder, self.surroundings, self.clones, self.columns = folder, surroundings, clones, columns
+        self.node_inputs = node_inputs or {}
 
     def __repr__(self) -> str:
         return (
@@ -175,6 +179,9 @@ class Shard:
             surroundings=surroundings,
             clones=clones,
             columns=columns,
+            node_inputs={
+                name.removeprefix(OF_NODES): as_tensor(one) for name, one in arrays.items() if name.startswith(OF_NODES)
+            },
             **rows,
             **{name: as_tensor(arrays[name]) if name in arrays else None for name in ("y", *MASKS)},  # type: ignore[arg-type]
         )
@@ -192,7 +199,10 @@ class Shard:
         moved = {name: self._converted(name, around, device) for name in plain}
         clones = None if self.clones is None else self.clones.to(device)
         adjacency, plan = self.adjacency.to_device(device), self.plan.to(device)
-        return self.replace(surroundings=around, clones=clones, adjacency=adjacency, plan=plan, **moved)
+        inputs = {name: value.to(device) for name, value in self.node_inputs.items()}
+        return self.replace(
+            surroundings=around, clones=clones, adjacency=adjacency, plan=plan, node_inputs=inputs, **moved
+        )
 
     def astype(self, dtype: torch.dtype) -> Shard:
         """Return the shard with features, edge inputs and float labels in ``dtype``, or itself if they are.
@@ -203,7 +213,10 @@ class Shard:
         around = None if self.surroundings is None else self.surroundings.astype(dtype)
         labels = ("y",) if dtype.itemsize >= 4 else ()
         names = floats_unlike(self, ("x", *labels, *EDGE_FIELDS), dtype)
-        floats = {name: self._converted(name, around, dtype) for name in names}
+        floats: dict[str, Any] = {name: self._converted(name, around, dtype) for name in names}
+        inputs = {name: one.to(dtype) if one.is_floating_point() else one for name, one in self.node_inputs.items()}
+        if any(one is not self.node_inputs[name] for name, one in inputs.items()):
+            floats["node_inputs"] = inputs
         return self.replace(surroundings=around, **floats) if floats or around is not self.surroundings else self
 
     def replace(self, **changes: Any) -> Shard:

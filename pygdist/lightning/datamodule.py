@@ -30,7 +30,7 @@ from pygdist.lightning.to_rank_zero import from_rank_zero
 from pygdist.memory.limits import told
 from pygdist.memory.machine import memory_bytes
 from pygdist.memory.overflow import writable
-from pygdist.nn.inputs import fill_in_sizes
+from pygdist.nn.inputs import fill_in_sizes, names_of_node_inputs
 from pygdist.partition import DeviceMemory, Partitioner, resolve_partitioner
 from pygdist.partition.run import CACHE, cached_store, default_partitioner
 from pygdist.sampler import BatchLoader, MiniBatches
@@ -109,6 +109,7 @@ class GraphDataModule(OfLightning, pl.LightningDataModule):
     ) -> None:
         super().__init__()
         self.backend: Backend | None = None  # whose parts are made without a trainer
+        self.model: nn.Module | None = None  # whose inputs they hold then
         self.dataset, self.dataset_args = dataset, dict(dataset_args or {})
         self.partitioner, self.partitioner_args = partitioner, dict(partitioner_args or {})
         self.num_parts, self.memory_gib, self.reserve = num_parts, memory_gib, reserve
@@ -165,7 +166,11 @@ class GraphDataModule(OfLightning, pl.LightningDataModule):
         """Return the whole graph, checked and preprocessed, and notes on what was done to it; for one process."""
         data = load_graph(self.dataset, **self.dataset_args)
         float_labels = self.preprocessing["float_labels"] or getattr(self._module, "float_labels", False)
-        return prepare(data, **{**self.preprocessing, "float_labels": float_labels})
+        model = getattr(self._module, "model", self.model)
+        names = names_of_node_inputs(model) if isinstance(model, nn.Module) else []
+        if names is None and (self._abilities.trains_parts or self._abilities.mini_batches):
+            names = []  # not to be had by batches
+        return prepare(data, **{**self.preprocessing, "float_labels": float_labels}, node_inputs=names)
 
     @override
     def prepare_data(self) -> None:

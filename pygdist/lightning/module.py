@@ -29,6 +29,7 @@ from pygdist.lightning.checks import (
     check_device,
     check_lag,
     check_model,
+    check_node_inputs,
     check_precision,
     check_sizes,
     check_strategy,
@@ -39,7 +40,7 @@ from pygdist.lightning.one_lightning import OfLightning, check_callbacks
 from pygdist.lightning.parts import PartBatch, sampled_graph
 from pygdist.lightning.sharded import ShardedTraining, check_elementwise, clip_over_ranks
 from pygdist.lightning.strategies import GraphDDPStrategy
-from pygdist.nn.inputs import fill_in_sizes, outputs_of
+from pygdist.nn.inputs import fill_in_sizes, node_inputs, outputs_of, takes_data
 from pygdist.routing import distribute, undistribute
 from pygdist.routing.agreement import agree_on_model
 
@@ -116,6 +117,8 @@ class GraphModule(OfLightning, pl.LightningModule):
         self._check(data)
         # Lightning converts after it has loaded a checkpoint, so "64-true" would round what it loads
         self.trainer.precision_plugin.convert_module(self.model)
+        if not takes_data(self.model):  # which need not read them
+            check_node_inputs([*node_inputs(self.model, data.shard)], self.backend)
         fill_in_sizes(self.model, data.shard)
         check_sizes(self.model)
         self.place(data.here(data.shard))

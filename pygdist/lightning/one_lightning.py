@@ -23,7 +23,7 @@ class OfLightning:
     that is no base of ours, Python asks for ``__class__``.
     """
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         # of the caller of isinstance
         if str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0] == _OTHER:

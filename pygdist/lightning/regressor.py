@@ -182,8 +182,8 @@ class NodeRegressor(NodeModule):
             )
         if y is not None and y.is_floating_point() and rows.shape[1:] != y.shape[1:]:
             raise InputError(
-                f"the model returns {form_of(rows)}, but the targets (y) are {form_of(y)}; set the model's out_channels "
-                f"to {y.shape[-1]}, or override predictions(outputs)"
+                f"the model returns {form_of(rows)}, but the targets (y) are {form_of(y)}; set the model's "
+                f"out_channels to {y.shape[-1]}, or override predictions(outputs)"
             )
         return outputs
 

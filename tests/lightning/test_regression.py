@@ -1,4 +1,4 @@
-"""Numbers of nodes are learned over all ranks as torch learns them on the whole graph, and R2 and MAE are of all nodes."""
+"""Numbers of nodes are learned over all ranks as torch learns them on the whole graph; R2 and MAE are of all nodes."""
 
 from __future__ import annotations
 

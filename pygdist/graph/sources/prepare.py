@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import logging
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import numpy as np
 import torch
@@ -23,8 +23,10 @@ from pygdist.graph.check import (
     FEATURES,
     FIELDS,
     MASKS,
+    NODE_INPUTS,
     NOTES,
     are_numbers,
+    as_field,
     check,
     is_multi_label,
     plain,
@@ -50,6 +52,7 @@ def prepare(
     split: tuple[float, float, float] | None = None,
     split_seed: int = 0,
     num_classes: int | None = None,
+    node_inputs: Collection[str] | None = (),
 ) -> tuple[Data, list[str]]:
     """Check a graph, put its fields into one form, and change its edges if requested.
 
@@ -67,6 +70,8 @@ def prepare(
             kept; if it has none, 50/25/25 are drawn.
         split_seed: Seed of the drawn split.
         num_classes: Number of classes; the largest label plus one by default.
+        node_inputs: Names of further tensors of nodes to keep, such as ``pos``, if the graph has them; ``None`` keeps
+            all.
 
     Returns:
         The graph, with ``edge_index`` (int64), ``x`` (float32 or float64, or integers or bool as they are), ``y``
@@ -74,7 +79,8 @@ def prepare(
         row = unlabelled; numbers to predict: float32, float64 or int64 of shape ``(N, 1)``, ``(N, k)`` or with more
         dimensions, NaN row = unlabelled; absent if the dataset has no labels), three bool masks of labelled nodes,
         ``edge_weight`` (float), ``edge_attr`` (as ``x``) and ``edge_type`` (int64) if the dataset has them, and
-        ``num_classes`` (0 for numbers to predict); and a note on each change, one sentence each.
+        ``num_classes`` (0 for numbers to predict), and the ``node_inputs`` and their names; and a note on each change,
+        one sentence each.
 
     Raises:
         InputError: If :func:`check` raises it, ``split`` is not three shares, or ``split_seed`` is out of range.
@@ -85,7 +91,8 @@ def prepare(
     num_nodes = data["x"].size(0)
     fields = {name: value for name in FIELDS if isinstance(value := data.get(name), Tensor)}
     fields = {name: value.detach().cpu() for name, value in fields.items()}
-    if left_out := sorted(set(data.keys()) - {*FIELDS, "num_nodes", "num_classes", NOTES}):
+    inputs = _inputs_of_nodes(data, num_nodes, node_inputs, notes)
+    if left_out := sorted(set(data.keys()) - {*FIELDS, *inputs, "num_nodes", "num_classes", NOTES, NODE_INPUTS}):
         notes.append(f"left out unused attributes: {', '.join(left_out)}")
     _unify(fields, float_features, notes)
     if remove_self_loops:
@@ -103,7 +110,26 @@ def prepare(
         num_classes=num_classes,
         notes=notes,
     )
-    return Data(**fields, num_classes=num_classes), notes
+    return Data(**fields, **inputs, num_classes=num_classes, **({NODE_INPUTS: [*inputs]} if inputs else {})), notes
+
+
+def _inputs_of_nodes(data: Data, num_nodes: int, names: Collection[str] | None, notes: list[str]) -> dict[str, Tensor]:
+    """Return further tensors of nodes by name, in types of a store; with ``None`` all that there are."""
+    inputs = {}
+    for name in data.keys() if names is None else names:
+        value = data.get(name)
+        if name in FIELDS or not name.isidentifier() or not isinstance(value, Tensor) or not data.is_node_attr(name):
+            continue
+        if value.layout is not torch.strided or value.dtype.is_complex or value.size(0) != num_nodes:
+            if names is not None:
+                raise InputError(f"{name}: {value.dtype} of shape {tuple(value.shape)}, expected a dense row per node")
+            continue
+        value = as_field(name, value).detach().cpu()
+        if value.dtype in (torch.float16, torch.bfloat16):
+            notes.append(f"converted {name} from {value.dtype} to float32".replace("torch.", ""))
+            value = value.float()
+        inputs[name] = value
+    return inputs
 
 
 def tell(notes: Iterable[str]) -> None:
@@ -173,7 +199,7 @@ def fingerprint(data: Data) -> str:
         32 hexadecimal digits; equal on every machine of the same byte order.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for name in FIELDS:
+    for name in (*FIELDS, *data.get(NODE_INPUTS, ())):
         value = data.get(name)
         if isinstance(value, Tensor):
             digest.update(f"{name} {value.dtype} {tuple(value.shape)};".encode())

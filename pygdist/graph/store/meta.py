@@ -13,6 +13,7 @@ r"""The partitioned graph on disk: ``meta.json`` and a folder of plain ``.npy`` 
 ``y``                 ``(n,)`` int64, -1 = unlabelled; several labels per node: ``(n, C)`` float32; numbers to predict:
                       ``(n, *targets)`` float32, float64 or int64. Absent if the graph has no labels
 ``train_mask``        ``(n,)`` bool, and ``val_mask``, ``test_mask``
+``node_NAME``         ``(n, ...)`` rows of further tensors of nodes that models take by NAME, such as ``node_pos``
 ``send_index``        int64, owned rows to send, grouped by receiver, in the order of the receiver's halo
 ``send_counts``       ``(P,)`` int64, rows sent to each part; own entry 0
 ``recv_counts``       ``(P,)`` int64, halo rows from each part; own entry 0

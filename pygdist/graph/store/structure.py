@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from pygdist.comm.slices import columns_of
 from pygdist.errors import InputError
 from pygdist.graph.check import EDGE_FIELDS, MASKS, check_fields
+from pygdist.graph.sources.whole import OF_NODES
 from pygdist.graph.store.part_files import PLACEMENTS
 from pygdist.graph.streams.arrays import forget_pages
 
@@ -139,7 +140,8 @@ def check_meta(meta: Mapping[str, Any], path: Path) -> None:
             if name not in part["files"]:
                 raise InputError(f"{path}: {inside}files: '{name}' is missing{_AGAIN}")
         for name, file in part["files"].items():
-            if name not in (*_REQUIRED, *_OPTIONAL, *_OF_CLONES):
+            further = name in meta["dtypes"] and name.startswith(OF_NODES) and name.isidentifier()
+            if not further and name not in (*_REQUIRED, *_OPTIONAL, *_OF_CLONES):
                 raise InputError(f"{path}: {inside}files: '{name[:100]}' is no array of a store{_AGAIN}")
             _check_entries(file, _FILE, path, f"{inside}files.{name}.")
     sums = {name: (meta[name], sum(part[key] for part in parts)) for name, key in _SUMS.items()}
@@ -291,11 +293,12 @@ def _wrong_forms(arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, Any], pa
         **dict.fromkeys(("has_in", "has_out"), ("bool", (num_rows - num_owned,))),
         **dict.fromkeys(("send_has_in", "send_has_out"), ("bool", (len(np.atleast_1d(arrays["send_index"])),))),
     }
+    rows_alone = {"edge_attr", *(name for name in arrays if name.startswith(OF_NODES))}
     for name, array in arrays.items():
-        dtypes, shape = forms[name]
+        dtypes, shape = forms.get(name, (_NUMBERS, (num_owned,)))
         if str(array.dtype) not in dtypes.split():
             yield name, f"is of type {str(array.dtype)[:60]}, expected {dtypes.replace(' ', ' or ')}"
-        sizes = array.shape[:1] if name == "edge_attr" else array.shape
+        sizes = array.shape[:1] if name in rows_alone else array.shape
         if len(sizes) != len(shape) or any(
             wanted not in (None, size) for size, wanted in zip(sizes, shape, strict=True)
         ):
