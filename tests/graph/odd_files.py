@@ -384,7 +384,7 @@ def arrays(seed: int, folder: Path) -> Case:
             "complex": value.astype(complex),
             "too large": np.full(value.shape, 2**63, dtype=np.uint64) if value.size else np.zeros(3, dtype="U1"),
             # labels of so many dimensions are numbers to predict
-            "four dimensions": np.zeros((*value.shape, *[name != "y"] * (4 - value.ndim)), dtype=value.dtype),
+            "four dimensions": np.zeros((*value.shape, *[int(name != "y")] * (4 - value.ndim)), dtype=value.dtype),
         }
         if kind in broken:
             np.save(path, broken[kind], allow_pickle=True)
