@@ -108,11 +108,11 @@ def _check(found: list[tuple[Any, ...]], folder: Path, width: int | None, *, tra
     for logged, parameters, tested, predicted in found:
         for one, other in zip(logged, epochs, strict=True):
             if trained:
-                assert one == pytest.approx(other, rel=1e-9)
+                assert one == pytest.approx(other, rel=1e-10)
         assert [one == other for one, other in zip(logged, found[0][0], strict=True)] == [True, True], "on all ranks"
         for name, value in net.state_dict().items():
             assert torch.allclose(parameters[name], value, rtol=0, atol=1e-10), name
-        assert tested == pytest.approx({f"test_{name}": one for name, one in test.items()}, rel=1e-9)
+        assert tested == pytest.approx({f"test_{name}": one for name, one in test.items()}, rel=1e-10)
         for rows, values in predicted:
             assert values.shape == (len(rows), width or 1)
             assert torch.allclose(values, out[rows], rtol=0, atol=1e-9)
