@@ -15,7 +15,11 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GCN, GCNConv, PointNetConv
 
 from pygdist import GraphDataModule, InputError, NodeClassifier
-from pygdist.graph import Shard, prepare
+from pygdist.backends import resolve_backend
+from pygdist.commands.partition import Graph, Parts, partition
+from pygdist.commands.verify import verify
+from pygdist.graph import Shard, prepare, read_meta
+from pygdist.graph.store.structure import check_meta
 from pygdist.sampler import NeighborBatches
 from pygdist.testing import RankPool
 from tests.lightning import runs
@@ -184,3 +188,33 @@ def test_other_tensors_are_other_parts(tmp_path: Path) -> None:
         shard = Shard.load(data.folder, 0)
         assert np.array_equal(shard.node_inputs["pos"][shard.owned_id.argsort()].numpy(), changed.pos.numpy())
     assert folders[0] != folders[1]
+
+
+def test_they_are_verified_and_kept_in_parts_if_named(tmp_path: Path) -> None:
+    data = GraphDataModule(graph(), partitioner="hash", cache_dir=tmp_path / "cache")
+    differences, used = verify(Points(), resolve_backend("comm"), data, world_size=2, double=True)
+    assert used == "pyg"
+    assert max(one.relative for one in differences.values()) < 1e-10
+    named = {"dataset": "tests.lightning.test_node_inputs.graph", "node_inputs": ["pos", "kind"]}
+    partition(Graph(**named), Parts(parts=1, out=tmp_path / "parts"))
+    trainer = runs.trainer(0, 1, str(tmp_path), max_epochs=1)
+    trainer.fit(NodeClassifier(Points()), datamodule=GraphDataModule(store=tmp_path / "parts"))
+    with pytest.raises(InputError, match="--node_inputs: the graph has no z"):
+        partition(Graph(**{**named, "node_inputs": ["z"]}), Parts(out=tmp_path / "more"))
+    partition(Graph(dataset=named["dataset"]), Parts(parts=1, out=tmp_path / "without"))
+    with pytest.raises(InputError, match=r"Points.forward cannot be called .* 'pos'"):
+        trainer.fit(NodeClassifier(Points()), datamodule=GraphDataModule(store=tmp_path / "without"))
+
+
+def test_a_tampered_store_reads_no_other_files(tmp_path: Path) -> None:
+    partition(
+        Graph(dataset="tests.lightning.test_node_inputs.graph", node_inputs=["pos"]),
+        Parts(parts=1, out=tmp_path / "parts"),
+    )
+    meta = read_meta(tmp_path / "parts")
+    check_meta(meta, tmp_path)
+    files = meta["parts"][0]["files"]
+    for name in ("node_../../secret", "pos", "node_other"):
+        forged = {**meta, "parts": [{**meta["parts"][0], "files": {**files, name: files["node_pos"]}}]}
+        with pytest.raises(InputError, match=r"is no array of a store"):
+            check_meta(forged, tmp_path)

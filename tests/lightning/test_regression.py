@@ -245,6 +245,15 @@ def test_a_store_of_classes_is_refused(tmp_path: Path) -> None:
         NodeRegressor(model(1), loss="rmse")  # type: ignore[arg-type]
 
 
+def test_labels_between_0_and_1_are_learned_if_their_number_is_given(tmp_path: Path) -> None:
+    data, history = runs.graph(), runs.History()
+    data.y = torch.rand(160, 3)
+    found = GraphDataModule(data, cache_dir=tmp_path, num_classes=3)
+    runs.trainer(0, 1, str(tmp_path), callbacks=[history]).fit(NodeClassifier(model(3)), datamodule=found)
+    assert found.shard.multi_label
+    assert history.epochs[-1]["val_loss"] > 0
+
+
 def test_whole_numbers_to_predict_are_no_classes(tmp_path: Path) -> None:
     data = runs.graph()
     data.y = data.y.double() - 1  # -1 to 2
