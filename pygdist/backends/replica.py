@@ -128,7 +128,7 @@ class ReplicaBackend(RecomputingBackend):
             if mask is not None:
                 fields[name] = torch.cat([mask, mask.new_zeros(beside)])
         if shard.y is not None:
-            missing = -1 if shard.y.dim() == 1 else float("nan")
+            missing = float("nan") if shard.y.is_floating_point() else -1
             fields["y"] = torch.cat([shard.y, shard.y.new_full((beside, *shard.y.shape[1:]), missing)])
         return Data(num_nodes=num_rows, **fields), edges.csr
 

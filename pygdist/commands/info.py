@@ -36,6 +36,7 @@ def store_facts(folder: str | Path) -> dict[str, Any]:
     ]
     names = {
         "nodes": "num_nodes", "edges": "num_edges", "features": "num_features", "classes": "num_classes",
+        "targets": "targets",
         "partitioner": "method", "placement": "placement", "hops": "num_hops", "edge_cut": "edge_cut",
         "replication_factor": "replication_factor", "labelled": "counts", "types": "dtypes", "changes": "preprocessing",
     }  # fmt: skip

@@ -19,7 +19,7 @@ from pygdist.errors import InputError
 from pygdist.registry import PlugIns
 
 _OF_INPUT = ("columns", "string_ids", "names", "first_id", "features", "labels", "num_nodes", "relabel")
-_SOURCES = ("dataset", "dataset_args", "input")
+_SOURCES = ("dataset", "dataset_args", "input", "node_inputs")
 _MOST_ROWS = 32
 
 
@@ -56,10 +56,12 @@ class Graph:
         remove_duplicates: Merge parallel edges.
         remove_self_loops: Drop edges from a node to itself.
         float_features: Convert integer features of nodes and edges to float32; by default they stay integers.
+        float_labels: Labels are numbers to predict, even if all of them are whole; by default these become classes.
         split: Shares of the labelled nodes for training, validation and test, in place of the dataset's own masks. A
             dataset without masks is split 50/25/25 by default.
         split_seed: Seed of the split.
         num_classes: Number of classes; larger labels are an error. By default the largest label plus one.
+        node_inputs: With --dataset, names of further tensors of nodes that a model takes, such as [pos].
     """
 
     dataset: str | None = None
@@ -77,15 +79,18 @@ class Graph:
     remove_duplicates: bool = False
     remove_self_loops: bool = False
     float_features: bool = False
+    float_labels: bool = False
     split: tuple[float, float, float] | None = None
     split_seed: int = 0
     num_classes: int | None = None
+    node_inputs: list[str] | None = None
 
     def __post_init__(self) -> None:
         if (self.dataset is None) == (self.input is None):
             raise InputError("give either --dataset or --input; see pygdist partition --help")
         if self.dataset is None:
-            _refuse({"dataset_args": self.dataset_args}, "goes with --dataset, not with --input")
+            of_datasets = {"dataset_args": self.dataset_args, "node_inputs": self.node_inputs}
+            _refuse(of_datasets, "goes with --dataset, not with --input")
         else:
             _refuse(self.files, "goes with --input, not with --dataset")
 
@@ -168,7 +173,10 @@ def partition(graph: Graph, parts: Parts) -> dict[str, Any]:
         source, notes = GraphFiles(edges=graph.input, **graph.files, **graph.preparation), list[str]()
     else:
         assert graph.dataset is not None
-        source, notes = prepare(load_graph(graph.dataset, **(graph.dataset_args or {})), **graph.preparation)
+        data = load_graph(graph.dataset, **(graph.dataset_args or {}))
+        if missing := [name for name in graph.node_inputs or () if name not in data]:
+            raise InputError(f"--node_inputs: the graph has no {', '.join(missing)}")
+        source, notes = prepare(data, **graph.preparation, node_inputs=graph.node_inputs or ())
         tell(notes)
     return partition_graph(
         source, parts.out, num_parts=num_parts, partitioner=parts.method, notes=notes, num_classes=graph.num_classes,

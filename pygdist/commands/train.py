@@ -32,7 +32,14 @@ from pygdist.commands.run_folder import RunFolder, folder_to_go_on, named_checkp
 from pygdist.commands.short_help import short_help, wants_help
 from pygdist.commands.trainer_options import accelerator_of, check_settings, check_trainer
 from pygdist.errors import InputError, RefusedError, is_first_rank, needs
-from pygdist.lightning import GraphDataModule, GraphDDPStrategy, LinkPredictor, NodeClassifier
+from pygdist.lightning import (
+    GraphDataModule,
+    GraphDDPStrategy,
+    GraphModule,
+    LinkPredictor,
+    NodeClassifier,
+    NodeRegressor,
+)
 from pygdist.lightning.callbacks import ExchangeMonitor, PredictionWriter
 from pygdist.lightning.checkpoint_io import is_remote
 from pygdist.lightning.resume import Resume
@@ -43,7 +50,7 @@ log = logging.getLogger(__name__)
 # Lightning recommends litlogger in every run
 logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda line: "litlogger" not in line.getMessage())
 
-_TASKS = {"nodes": NodeClassifier, "links": LinkPredictor}
+_TASKS = {"nodes": NodeClassifier, "regression": NodeRegressor, "links": LinkPredictor}
 _SCORE = "val_acc"
 _NAMES_OF_CHECKPOINTS = ("best", "last", "hpc")
 _STRATEGY = "graph_ddp"  # by default
@@ -59,7 +66,7 @@ _IGNORED_WARNINGS = (
 
 PURPOSES = {
     "fit": "Train a model on a graph that is split into parts, one for each process: to classify nodes, or with"
-    " --task=links to predict edges.",
+    " --task=regression to predict numbers of nodes, with --task=links to predict edges.",
     "validate": "Evaluate a model on the validation nodes or edges.",
     "test": "Evaluate a model on the test nodes or edges.",
     "predict": "Write a prediction for every node of the graph (its embedding with --task=links), in the order of node"
@@ -95,7 +102,9 @@ class _TrainingParser(Parser, LightningArgumentParser):
 
 
 class BestCheckpoint(ModelCheckpoint):
-    """Keep the best checkpoint, by accuracy (F1 with several labels per node, AUC for edges), and the last one.
+    """Keep the best checkpoint and the last one.
+
+    The best is that of the highest accuracy, F1 (several labels per node), R2 (numbers to predict) or AUC (edges).
 
     Lightning writes ``last.ckpt`` only beside a new best checkpoint. Here it is always that of the last epoch, from
     which a run that lost a rank resumes.
@@ -103,10 +112,9 @@ class BestCheckpoint(ModelCheckpoint):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self.monitor == _SCORE and isinstance(pl_module, LinkPredictor):
-            self.monitor = "val_auc"
-        elif self.monitor == _SCORE and isinstance(trainer.datamodule, GraphDataModule):  # type: ignore[attr-defined]
-            self.monitor = "val_f1" if trainer.datamodule.shard.multi_label else _SCORE  # type: ignore[attr-defined]
+        if self.monitor == _SCORE and isinstance(pl_module, GraphModule):
+            self.monitor, self.mode = pl_module.best_by
+            self.kth_value = torch.tensor(float("inf" if self.mode == "min" else "-inf"))
         super().setup(trainer, pl_module, stage)
 
     @override
@@ -186,7 +194,8 @@ class GraphCLI(LightningCLI):
         parser.add_argument("--help-all", action="help", default=argparse.SUPPRESS, help="show all options")
         parser.add_argument(
             "--task", choices=list(_TASKS), default="nodes",
-            help="learn the classes of nodes, or edges (--data.edge_split holds some out for evaluation)",
+            help="learn the classes of nodes, numbers of nodes (regression), or edges (--data.edge_split holds some out"
+            " for evaluation)",
         )  # fmt: skip
         parser.add_argument(
             "--resume", type=bool | None, default=None, nargs="?", const=True,

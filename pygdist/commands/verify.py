@@ -6,6 +6,7 @@ import copy
 import logging
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal
 
 import psutil
@@ -24,9 +25,10 @@ from pygdist.errors import InputError
 from pygdist.graph import Shard
 from pygdist.hops.layer import own_class
 from pygdist.hops.user_code import in_one_line
-from pygdist.lightning import GraphDataModule
+from pygdist.lightning import GraphDataModule, NodeRegressor
 from pygdist.memory.limits import writes_to
-from pygdist.nn.inputs import call_encoder, checked_columns, fill_in_sizes
+from pygdist.nn.inputs import checked_columns, checked_rows, fill_in_sizes, outputs_of
+from pygdist.nn.loss import Losses, Regression, node_losses, value_losses
 from pygdist.routing import distribute
 from pygdist.routing.causes import ELSEWHERE, reads_missing_rows
 from pygdist.testing import Difference, RankPool, Step, without_dropout
@@ -35,6 +37,7 @@ from pygdist.testing.exactness import distributed_step, largest_differences, ref
 log = logging.getLogger(__name__)
 
 Reference = Literal["auto", "pyg", "single"]
+_ONE_TENSOR = "wrap the model in a module that returns one tensor with a row per node"
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 
@@ -46,6 +49,7 @@ def verify(
     world_size: int,
     reference: Reference = "auto",
     double: bool = False,
+    loss: Regression | None = None,
 ) -> tuple[dict[str, Difference], str]:
     """Compare one training step on ``world_size`` processes with one process, dropout off.
 
@@ -57,6 +61,8 @@ def verify(
         reference: ``pyg`` runs plain PyTorch Geometric on the whole graph; ``single`` runs the backend ``single``;
             ``auto`` takes ``single`` if PyG's messages (edges x features) would not fit in memory.
         double: Compute in float64.
+        loss: The loss of :class:`~pygdist.lightning.NodeRegressor`; by default that of
+            :class:`~pygdist.lightning.NodeClassifier`.
 
     Returns:
         The largest difference over all ranks in the loss, the output, each gradient, each updated parameter and each
@@ -69,6 +75,7 @@ def verify(
         raise InputError("verify needs the whole graph for its reference: give data.dataset in place of data.store")
     if world_size < 1:
         raise InputError(f"--world-size is {world_size}, expected at least 1")
+    data.model = model
     whole, _ = data.load()
     if data.num_parts not in (None, world_size):
         log.info("num_parts=%s is not used: each of %d processes gets one part", data.num_parts, world_size)
@@ -76,23 +83,31 @@ def verify(
     writes_to(data.cache_dir)
     data.prepare_data()
     whole = whole.apply(lambda value: value.to(_dtype(double)) if value.is_floating_point() else value)
-    model = _fitted(model.double() if double else model.float(), whole, data.meta)
+    losses = None if loss is None else partial(value_losses, loss=loss)
+    model = _fitted(model.double() if double else model.float(), whole, data.meta, losses)
     distribute(copy.deepcopy(model), backend=backend)  # refuses what cannot run, before any process is started
     used = _choose_reference(reference, whole)
     log.info("one step on one process (%s), %d nodes, %d edges", used, whole.num_nodes, whole.num_edges)
     with without_dropout():
         alone = copy.deepcopy(model)
-        expected = reference_step(alone, whole) if used == "pyg" else _single_step(alone, data, double)
+        expected = reference_step(alone, whole, losses) if used == "pyg" else _single_step(alone, data, double, losses)
     log.info("the same step on %d processes, backend %s", world_size, backend.name or type(backend).__name__)
     with RankPool(world_size) as pool:
-        answers = pool.run(_compare, world_size, model, backend, str(data.folder), expected, double)
+        answers = pool.run(_compare, world_size, model, backend, str(data.folder), expected, double, losses)
     if mistake := next((answer for answer in answers if isinstance(answer, str)), None):
         raise InputError(mistake)
     return _merge(answers), used
 
 
 def _compare(
-    rank: int, world_size: int, model: nn.Module, backend: Backend, folder: str, expected: Step, double: bool
+    rank: int,
+    world_size: int,
+    model: nn.Module,
+    backend: Backend,
+    folder: str,
+    expected: Step,
+    double: bool,
+    losses: Losses | None,
 ) -> dict[str, Difference] | str:
     """Return the differences on one rank, or the mistake in the input, which every rank finds."""
     communicator = Communicator(dist.new_group(), check_order=True)
@@ -101,7 +116,7 @@ def _compare(
         backend.bind(shard, communicator)
         distribute(model, backend=backend, check=False)
         with without_dropout():
-            step = distributed_step(model, shard, communicator)
+            step = distributed_step(model, shard, communicator, losses=losses or node_losses)
         return largest_differences(step, expected, shard.owned_id)
     except InputError as error:
         return str(error)
@@ -134,6 +149,9 @@ def run(command: str, arguments: list[str]) -> int:
         raise InputError(f"--tolerance is {options.tolerance}, expected a finite number from 0")
     cli = GraphCLI(["fit", *rest])
     named = {name: getattr(options, name) for name in ("world_size", "reference", "double")}
+    if isinstance(cli.model, NodeRegressor):
+        named["loss"] = cli.model.loss
+        cli.datamodule.preprocessing["float_labels"] = True
     differences, used = verify(cli.model.model, cli.model.backend, cli.datamodule, **named)
     tolerance = options.tolerance if options.tolerance is not None else TOLERANCE[_dtype(options.double)]
     return _report(differences, tolerance, f"{options.world_size} processes against one ({used})")
@@ -170,24 +188,32 @@ def _choose_reference(reference: Reference, data: Data) -> str:
     return "pyg" if messages < psutil.virtual_memory().available / 2 else "single"
 
 
-def _single_step(model: nn.Module, data: GraphDataModule, double: bool) -> Step:
+def _single_step(model: nn.Module, data: GraphDataModule, double: bool, losses: Losses | None) -> Step:
     alone = copy.copy(data)
     alone.num_parts, alone.backend = 1, (backend := SingleBackend())
     alone.partitioner, alone.partitioner_args = None, {}
     alone.prepare_data()
     shard = Shard.load(alone.folder, 0, num_parts=1).astype(_dtype(double))
     backend.bind(shard, Communicator())
-    return distributed_step(distribute(model, backend=backend, check=False), shard, Communicator())
+    model = distribute(model, backend=backend, check=False)
+    return distributed_step(model, shard, Communicator(), losses=losses or node_losses)
 
 
-def _fitted(model: nn.Module, data: Data, meta: Mapping[str, Any]) -> nn.Module:
+def _fitted(model: nn.Module, data: Data, meta: Mapping[str, Any], losses: Losses | None) -> nn.Module:
     """Fill in unknown input sizes of the model, and run it on the first edge: wrong sizes are refused at once."""
     fill_in_sizes(model, data)
     few = data.subgraph(data.edge_index[:, :1].unique() if data.num_edges else torch.zeros(1, dtype=torch.long))
     probe = copy.deepcopy(model).eval()  # in training, norms would refuse or record the statistics of one edge
     with torch.no_grad():
-        out = call_encoder(probe, few, few.edge_index)
-    checked_columns(out, num_classes=meta["num_classes"], multi_label=meta["multi_label"])
+        out = outputs_of(probe, few, few.edge_index)
+    if losses is not None and "y" in few:
+        losses(out, few.y)
+    elif "targets" in meta:
+        raise InputError("the labels (y) of the graph are numbers to predict, not classes; use --task=regression")
+    else:
+        checked_columns(
+            checked_rows(out, _ONE_TENSOR), num_classes=meta["num_classes"], multi_label=meta["multi_label"]
+        )
     return model
 
 

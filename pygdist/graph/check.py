@@ -21,6 +21,7 @@ from pygdist.errors import InputError
 MASKS = ("train_mask", "val_mask", "test_mask")
 FEATURES = ("x", "edge_attr")  # integers stay integers: categories, ids, counts
 EDGE_FIELDS = ("edge_weight", "edge_attr", "edge_type")
+NODE_INPUTS = "node_inputs"  # of a prepared graph: names of further tensors of nodes that models take
 NOTES = "pygdist_notes"  # of a loaded graph: the list of notes on what was done to it
 FIELDS = ("edge_index", *EDGE_FIELDS, "x", "y", *MASKS)
 _NUMBERS = frozenset(
@@ -33,18 +34,20 @@ _MOST_CLASSES = (1 << 31) - 1
 _BLOCK_VALUES = 1 << 22  # 16 MiB of float32: temporaries stay small whatever the width of the features
 
 
-def check(data: Data, *, num_classes: int | None = None) -> None:
+def check(data: Data, *, num_classes: int | None = None, float_labels: bool = False) -> None:
     """Raise an error at the first field of a graph that cannot be used.
 
     Args:
         data: A graph with ``edge_index`` and ``x``; labels, masks and edge values are optional.
         num_classes: Number of classes, if it is known; labels must be below it.
+        float_labels: Labels are numbers to predict, even if all of them are whole.
 
     Raises:
         InputError: If edges are not ``(2, E)`` integers or point outside the graph; features, edge weights or edge
             attributes have another length, or hold a value that is not finite or beyond float32; edge types are not
-            integers from 0; labels are neither classes (integers from 0, -1 = unlabelled, also as floats) nor a label
-            matrix (0 to 1, a row of NaN = unlabelled); or masks have another length or type.
+            integers from 0; labels are neither classes (integers from 0, -1 = unlabelled, also as floats), nor a label
+            matrix (0 and 1, or between if ``num_classes`` is given; a row of NaN = unlabelled), nor numbers to predict
+            (:func:`are_numbers`; finite, a row of NaN = unlabelled); or masks have another length or type.
     """
     x = data.get("x")
     if not isinstance(x, Tensor):
@@ -64,6 +67,7 @@ def check(data: Data, *, num_classes: int | None = None) -> None:
         num_nodes,
         data["edge_index"].size(1),
         num_classes=num_classes,
+        float_labels=float_labels,
         node_type=node_type if isinstance(node_type, Tensor) and node_type.shape == (num_nodes,) else None,
     )
 
@@ -74,6 +78,7 @@ def check_fields(
     num_edges: int,
     *,
     num_classes: int | None = None,
+    float_labels: bool = False,
     node_type: Tensor | None = None,
     after_block: Callable[[str], None] = lambda name: None,
 ) -> None:
@@ -87,13 +92,17 @@ def check_fields(
     """
     if num_classes is not None and not 1 <= num_classes <= _MOST_CLASSES:
         raise InputError(f"num_classes is {str(num_classes)[:40]}, expected 1 to {_MOST_CLASSES:,}")
+    if num_classes is not None and float_labels:
+        raise InputError(
+            "num_classes: labels are numbers to predict (float_labels), not classes; leave one of them out"
+        )
     if "x" in fields:
         _check_finite("x", fields["x"], "node", after_block)
     for name in EDGE_FIELDS:
         if name in fields:
             _check_edge_values(name, fields[name], num_edges, after_block)
     if "y" in fields:
-        _check_labels(fields["y"], num_nodes, num_classes, node_type)
+        _check_labels(fields["y"], num_nodes, num_classes, node_type, float_labels)
     for name in MASKS:
         if name in fields:
             _check_mask(name, fields[name], num_nodes)
@@ -167,6 +176,20 @@ def _from_array(name: str, value: Any) -> Tensor:
 def is_multi_label(y: Tensor) -> bool:
     """Tell if labels are a matrix with one column per class, rather than one class per node."""
     return y.dim() == 2 and y.size(1) > 1
+
+
+def are_numbers(y: Tensor, float_labels: bool = False) -> bool:
+    """Tell if labels are numbers to predict, rather than classes (:func:`check`).
+
+    These are floats of which some are not whole, any floats with ``float_labels``, a matrix with entries other than 0
+    and 1, and tensors of more dimensions; but labels are classes if their number is given.
+    """
+    if y.dim() > 2 or (float_labels and y.is_floating_point()):
+        return True
+    if is_multi_label(y):
+        return any(bool(((block != 0) & (block != 1) & (block == block)).any()) for _, block in rows_of(y))
+    parts = (block for _, block in rows_of(y)) if y.is_floating_point() else ()
+    return any(bool(((block != block.floor()) & (block == block)).any()) for block in parts)
 
 
 def plain(edge_index: Tensor) -> Tensor:
@@ -258,11 +281,23 @@ def _check_edge_types(value: Tensor, num_edges: int) -> None:
         raise InputError(f"edge_type: edge {edge} has type {int(value.reshape(-1)[edge])}, types start at 0")
 
 
-def _check_labels(y: Tensor, num_nodes: int, num_classes: int | None, node_type: Tensor | None) -> None:
-    if y.dim() not in (1, 2) or y.size(0) != num_nodes:
+def _check_labels(
+    y: Tensor, num_nodes: int, num_classes: int | None, node_type: Tensor | None, float_labels: bool
+) -> None:
+    if y.dim() == 0 or y.size(0) != num_nodes or 0 in y.shape[1:]:
         raise InputError(f"y: shape {tuple(y.shape)}, expected one label for each of {num_nodes} nodes (the rows of x)")
     if y.dtype.is_complex:
-        raise InputError(f"y: {y.dtype}, expected classes or a label matrix")
+        raise InputError(f"y: {y.dtype}, expected classes, a label matrix or real numbers")
+    if float_labels and not y.is_floating_point():
+        raise InputError(
+            f"y: {y.dtype}, but numbers to predict are floats; convert them (data.y = data.y.float()), or use "
+            "NodeClassifier for classes"
+        )
+    if num_classes is None and are_numbers(y, float_labels):
+        _check_numbers(y)
+        return
+    if y.dim() > 2:
+        raise InputError(f"y: shape {tuple(y.shape)}, but num_classes is {num_classes}; leave one of them out")
     if is_multi_label(y):
         _check_label_matrix(y, num_classes)
         return
@@ -273,11 +308,14 @@ def _check_labels(y: Tensor, num_nodes: int, num_classes: int | None, node_type:
     low = torch.nan_to_num(y, nan=-1.0) if floats else y.to(torch.int64)
     if floats and (node := _first(low >= 2.0**53)) is not None:
         raise InputError(f"y: node {node} has label {float(y[node])}, expected classes from 0, as integers")
+    hint = "; if labels are numbers to predict, set float_labels" if floats else ""
     if (node := _first(low < -1)) is not None:
-        raise InputError(f"y: node {node} has label {int(low[node])}; classes start at 0, and -1 means unlabelled")
+        raise InputError(
+            f"y: node {node} has label {int(low[node])}; classes start at 0, and -1 means unlabelled{hint}"
+        )
     of_types = [low] if node_type is None else [low[(node_type == kind).to(low.device)] for kind in node_type.unique()]
     if not bool((low == 0).any()) and any(len(one) and (int(one.min()), int(one.max())) == (-1, 1) for one in of_types):
-        raise InputError("y: all labels are 1 or -1, but -1 means unlabelled; number the two classes 0 and 1")
+        raise InputError(f"y: all labels are 1 or -1, but -1 means unlabelled; number the two classes 0 and 1{hint}")
     if num_classes is not None and (node := _first(low >= num_classes)) is not None:
         raise InputError(
             f"y: {int((low >= num_classes).sum())} labels out of range, the first is {int(low[node])} at node {node}, "
@@ -297,6 +335,23 @@ def _check_label_matrix(y: Tensor, num_classes: int | None) -> None:
             )
         if (node := _first(((block < 0) | (block > 1)).any(dim=1))) is not None:
             raise InputError(f"y: the label matrix of node {start + node} holds values outside 0 to 1")
+
+
+def _check_numbers(y: Tensor) -> None:
+    """Refuse numbers to predict that are infinite or overflow float32, and nodes that have NaN for some of them."""
+    for start, block in rows_of(y if y.is_floating_point() else y[:0]):
+        block = block.reshape(len(block), -1)
+        missing = torch.isnan(block)
+        if (node := _first(missing.any(dim=1) & ~missing.all(dim=1))) is not None:
+            raise InputError(
+                f"y: node {start + node} has NaN for some of its numbers only; a node without any is unlabelled, so "
+                "replace its other numbers by NaN, or the NaN"
+            )
+        if (node := _first((block.abs() > _LARGEST).any(dim=1))) is not None:
+            raise InputError(
+                f"y: node {start + node} has {float(block[node].abs().max()):g} to predict, but the largest number is "
+                "3.4e38 (of float32); NaN marks a node without a label"
+            )
 
 
 def _check_mask(name: str, mask: Tensor, num_nodes: int) -> None:

@@ -15,6 +15,7 @@ from pygdist.comm import ExchangePlan
 from pygdist.graph.adjacency import Adjacency
 from pygdist.graph.check import EDGE_FIELDS, MASKS
 from pygdist.graph.clones import Clones
+from pygdist.graph.sources.whole import OF_NODES
 from pygdist.graph.store.meta import open_part, read_meta
 from pygdist.graph.store.part_files import PLACEMENTS
 from pygdist.graph.surroundings import (
@@ -41,7 +42,8 @@ class Shard:
         e_id: Global position of each edge, in the order of ``adjacency``.
         plan: The rows that each pair of ranks exchanges.
         x: Features of the owned rows, ``(n, num_features)``.
-        y: Labels of the owned rows, ``(n,)`` int64 with -1 for unlabelled, or ``(n, num_classes)`` float.
+        y: Labels of the owned rows: classes, ``(n,)`` int64 with -1 for unlabelled; several labels per node,
+            ``(n, num_classes)`` float (``multi_label``); or numbers to predict, ``(n, k)`` or with more dimensions.
         train_mask, val_mask, test_mask: Owned rows of each stage, ``(n,)`` bool.
         edge_weight, edge_attr, edge_type: Per edge, in the order of ``adjacency``; ``None`` if the graph has none.
         num_nodes, num_edges, num_classes, multi_label: Of the whole graph.
@@ -51,6 +53,7 @@ class Shard:
         folder: The store; ``None`` if the graph is only in memory.
         surroundings: All rows of placements *replicas* and *edges*; ``x``, ids and values of edges of the shard are
             its leading rows, not copies. ``None`` for placement *nodes*.
+        node_inputs: Further tensors of nodes by name, such as ``pos``: a row for each owned node.
         columns: Under placement *columns*: this rank's columns of the features of all nodes, ``(num_nodes, c)``, by
             global id; otherwise ``None``. ``x`` is then NaN in every entry and takes no memory.
         clones: The exchanges between rows of one node under placement *edges*, otherwise ``None``. There ``adjacency``
@@ -87,6 +90,7 @@ class Shard:
         surroundings: Surroundings | None = None,
         clones: Clones | None = None,
         columns: Tensor | None = None,
+        node_inputs: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.rank, self.num_parts = rank, num_parts
         self.n_id, self.num_owned = n_id, num_owned
@@ -98,6 +102,7 @@ class Shard:
         self.num_classes, self.multi_label, self.counts = num_classes, multi_label, counts
         self.val_edges, self.test_edges = val_edges, test_edges
         self.folder, self.surroundings, self.clones, self.columns = folder, surroundings, clones, columns
+        self.node_inputs = node_inputs or {}
 
     def __repr__(self) -> str:
         return (
@@ -174,6 +179,9 @@ class Shard:
             surroundings=surroundings,
             clones=clones,
             columns=columns,
+            node_inputs={
+                name.removeprefix(OF_NODES): as_tensor(one) for name, one in arrays.items() if name.startswith(OF_NODES)
+            },
             **rows,
             **{name: as_tensor(arrays[name]) if name in arrays else None for name in ("y", *MASKS)},  # type: ignore[arg-type]
         )
@@ -191,16 +199,24 @@ class Shard:
         moved = {name: self._converted(name, around, device) for name in plain}
         clones = None if self.clones is None else self.clones.to(device)
         adjacency, plan = self.adjacency.to_device(device), self.plan.to(device)
-        return self.replace(surroundings=around, clones=clones, adjacency=adjacency, plan=plan, **moved)
+        inputs = {name: value.to(device) for name, value in self.node_inputs.items()}
+        return self.replace(
+            surroundings=around, clones=clones, adjacency=adjacency, plan=plan, node_inputs=inputs, **moved
+        )
 
     def astype(self, dtype: torch.dtype) -> Shard:
-        """Return the shard with features, edge inputs and label matrices in ``dtype``, or itself if they are.
+        """Return the shard with features, edge inputs and float labels in ``dtype``, or itself if they are.
 
-        ``columns`` stay in their type, as they lie on disk.
+        ``columns`` stay in their type, as they lie on disk. Half precision leaves labels as they are: a loss of rounded
+        numbers would be that of others.
         """
         around = None if self.surroundings is None else self.surroundings.astype(dtype)
-        names = floats_unlike(self, ("x", "y", *EDGE_FIELDS), dtype)
-        floats = {name: self._converted(name, around, dtype) for name in names}
+        labels = ("y",) if dtype.itemsize >= 4 else ()
+        names = floats_unlike(self, ("x", *labels, *EDGE_FIELDS), dtype)
+        floats: dict[str, Any] = {name: self._converted(name, around, dtype) for name in names}
+        inputs = {name: one.to(dtype) if one.is_floating_point() else one for name, one in self.node_inputs.items()}
+        if any(one is not self.node_inputs[name] for name, one in inputs.items()):
+            floats["node_inputs"] = inputs
         return self.replace(surroundings=around, **floats) if floats or around is not self.surroundings else self
 
     def replace(self, **changes: Any) -> Shard:

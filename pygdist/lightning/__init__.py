@@ -6,6 +6,7 @@ from pygdist.lightning.classifier import NodeClassifier
 from pygdist.lightning.datamodule import GraphDataModule
 from pygdist.lightning.link_predictor import HitsAtK, LinkPredictor
 from pygdist.lightning.module import GraphModule
+from pygdist.lightning.regressor import NodeRegressor
 from pygdist.lightning.resume import Resume, newest_checkpoint
 from pygdist.lightning.strategies import GraphDDPStrategy
 from pygdist.lightning.timeline import Timeline
@@ -19,6 +20,7 @@ __all__ = [
     "LinkPredictor",
     "ModelAveragingStrategy",
     "NodeClassifier",
+    "NodeRegressor",
     "PredictionWriter",
     "Resume",
     "Timeline",

@@ -19,7 +19,6 @@ from typing_extensions import override
 from pygdist.comm import Traffic
 from pygdist.errors import InputError
 from pygdist.lightning.averaging import FOR_CHECKPOINT, FOR_VALIDATION, ModelAveragingStrategy
-from pygdist.lightning.link_predictor import LinkPredictor
 from pygdist.lightning.module import GraphModule
 from pygdist.lightning.to_rank_zero import to_rank_zero
 from pygdist.memory.limits import told
@@ -174,8 +173,8 @@ class PredictionWriter(BasePredictionWriter):
     Args:
         path: The file; it appears when it is complete.
         output: Predicted classes (``label``: int64 or, with several labels per node, 0/1 rows, int8), or the model's
-            output (``logits``). For a :class:`~pygdist.lightning.LinkPredictor` it is always the
-            model's output.
+            output (``logits``). For a :class:`~pygdist.lightning.LinkPredictor`, and for numbers to predict, it is
+            always the model's output.
     """
 
     def __init__(self, path: str | Path = "predictions.npy", output: Literal["label", "logits"] = "label") -> None:
@@ -229,11 +228,9 @@ class PredictionWriter(BasePredictionWriter):
 
     def _in_turns(self, predictions: Sequence[Any], turns: int, module: GraphModule) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the node ids and rows of each part, and empty ones while other ranks have more parts."""
-        classes = self.output == "label" and not isinstance(module, LinkPredictor)
         none = tuple(rows[:0] for rows in predictions[0])
         for n_id, out in [*predictions, *[none] * (turns - len(predictions))]:
-            if classes:
-                out = (out > 0).to(torch.int8) if module.shard.multi_label else out.argmax(dim=-1)
+            out = module.labels_of(out) if self.output == "label" else out
             yield n_id.contiguous(), (out.float() if out.dtype == torch.bfloat16 else out).contiguous()
 
 

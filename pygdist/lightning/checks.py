@@ -192,6 +192,16 @@ def check_model(model: nn.Module, name: str = "model") -> None:
             raise InputError(f"{name}: dropout of {path or type(module).__name__} is {dropout}, expected 0 to 1")
 
 
+def check_node_inputs(names: list[str], backend: Backend) -> None:
+    """Refuse inputs of nodes besides ``x`` on a backend that holds or samples the features of other parts' nodes."""
+    if names and (backend.abilities.trains_parts or backend.abilities.mini_batches):
+        able = names_of(lambda abilities: not (abilities.trains_parts or abilities.mini_batches))
+        raise InputError(
+            f"model: its forward takes {', '.join(names)}, but backend '{backend.name}' brings x alone for the nodes "
+            f"of other parts; make them columns of x, or use backend {able}"
+        )
+
+
 def check_sizes(model: nn.Module) -> None:
     """Refuse weights without numbers, from a width of 0; the model would train and learn nothing."""
     for name, parameter in model.named_parameters():
@@ -320,7 +330,7 @@ def say_what_is_sent(trainer: pl.Trainer, sync_every: int, sync_unit: str) -> No
 
 
 def check_splits(module: object, split: object, edge_split: object) -> None:
-    """Refuse edges that are held out for a module that learns the classes of nodes, and a split of nodes for edges."""
+    """Refuse edges that are held out for a module that learns nodes, and a split of nodes for edges."""
     learns_edges = getattr(module, "learns_edges", None)
     if learns_edges and split is not None:
         raise InputError(
@@ -330,5 +340,5 @@ def check_splits(module: object, split: object, edge_split: object) -> None:
     if edge_split is not None and learns_edges is False:
         raise InputError(
             f"edge_split: edges are held out for a LinkPredictor (--task=links), but {type(module).__name__} learns "
-            "the classes of nodes; leave edge_split out"
+            f"{'numbers' if getattr(module, 'float_labels', False) else 'the classes'} of nodes; leave edge_split out"
         )

@@ -23,13 +23,14 @@ from pygdist.graph.shard import converted, moved
 from pygdist.graph.sources.prepare import tell
 from pygdist.graph.surroundings import floats_unlike
 from pygdist.lightning.checks import RESERVE, check_graph_options, check_splits, expanded, left_unused, read_only_folder
+from pygdist.lightning.one_lightning import OfLightning
 from pygdist.lightning.parts import FullGraphLoader, PartBatch, PartLoader, StepLoader, laid_out, stamped
 from pygdist.lightning.precomputed import Precomputed
 from pygdist.lightning.to_rank_zero import from_rank_zero
 from pygdist.memory.limits import told
 from pygdist.memory.machine import memory_bytes
 from pygdist.memory.overflow import writable
-from pygdist.nn.inputs import fill_in_sizes
+from pygdist.nn.inputs import fill_in_sizes, names_of_node_inputs
 from pygdist.partition import DeviceMemory, Partitioner, resolve_partitioner
 from pygdist.partition.run import CACHE, cached_store, default_partitioner
 from pygdist.sampler import BatchLoader, MiniBatches
@@ -37,7 +38,7 @@ from pygdist.sampler import BatchLoader, MiniBatches
 _GRAIN = 1 << 26  # sizes of memory are rounded down to a multiple of so many bytes
 
 
-class GraphDataModule(pl.LightningDataModule):
+class GraphDataModule(OfLightning, pl.LightningDataModule):
     """Partitions a graph once and gives each rank its part.
 
     On one process, ``prepare_data`` loads, checks, preprocesses and partitions the graph and writes the on-disk store
@@ -62,6 +63,8 @@ class GraphDataModule(pl.LightningDataModule):
         remove_duplicates: Merge parallel edges: weights are added, attributes averaged.
         remove_self_loops: Drop edges from a node to itself.
         float_features: Convert integer features of nodes and edges to float32; by default they stay integers.
+        float_labels: Labels are numbers to predict, even if all of them are whole; by default whole numbers become
+            classes. Always so for :class:`~pygdist.lightning.NodeRegressor`.
         split: Shares of the labelled nodes for training, validation and test, in place of the dataset's own masks; a
             dataset without masks is split 50/25/25 by default.
         split_seed: Seed of the split, of nodes and of edges.
@@ -95,6 +98,7 @@ class GraphDataModule(pl.LightningDataModule):
         remove_duplicates: bool = False,
         remove_self_loops: bool = False,
         float_features: bool = False,
+        float_labels: bool = False,
         split: tuple[float, float, float] | None = None,
         split_seed: int = 0,
         edge_split: tuple[float, float] | None = None,
@@ -107,6 +111,7 @@ class GraphDataModule(pl.LightningDataModule):
     ) -> None:
         super().__init__()
         self.backend: Backend | None = None  # whose parts are made without a trainer
+        self.model: nn.Module | None = None  # whose inputs they hold then
         self.dataset, self.dataset_args = dataset, dict(dataset_args or {})
         self.partitioner, self.partitioner_args = partitioner, dict(partitioner_args or {})
         self.num_parts, self.memory_gib, self.reserve = num_parts, memory_gib, reserve
@@ -115,6 +120,7 @@ class GraphDataModule(pl.LightningDataModule):
             "remove_duplicates": remove_duplicates,
             "remove_self_loops": remove_self_loops,
             "float_features": float_features,
+            "float_labels": float_labels,
             "split": split,
             "split_seed": split_seed,
             "num_classes": num_classes,
@@ -161,7 +167,12 @@ class GraphDataModule(pl.LightningDataModule):
     def load(self) -> tuple[Data, list[str]]:
         """Return the whole graph, checked and preprocessed, and notes on what was done to it; for one process."""
         data = load_graph(self.dataset, **self.dataset_args)
-        return prepare(data, **self.preprocessing)
+        float_labels = self.preprocessing["float_labels"] or getattr(self._module, "float_labels", False)
+        model = getattr(self._module, "model", self.model)
+        names = names_of_node_inputs(model) if isinstance(model, nn.Module) else []
+        if names is None and (self._abilities.trains_parts or self._abilities.mini_batches):
+            names = []  # not to be had by batches
+        return prepare(data, **{**self.preprocessing, "float_labels": float_labels}, node_inputs=names)
 
     @override
     def prepare_data(self) -> None:
@@ -206,7 +217,9 @@ class GraphDataModule(pl.LightningDataModule):
         counts = ", ".join(f"{count:,} {name.removesuffix('_mask')}" for name, count in meta["counts"].items())
         graph = f"{meta['num_nodes']:,} nodes, {meta['num_edges']:,} edges, {meta['num_features']} features{dtype}"
         parts = f"{meta['num_parts']} parts by {meta['method']}; labelled nodes: {counts}"
-        return "\n".join([f"{graph}, {meta['num_classes']} classes", parts, *meta["preprocessing"]])
+        targets = "x".join(map(str, meta.get("targets", ())))
+        learned = f"{targets} numbers to predict per node" if targets else f"{meta['num_classes']} classes"
+        return "\n".join([f"{graph}, {learned}", parts, *meta["preprocessing"]])
 
     @override
     def setup(self, stage: str | None = None) -> None:
@@ -430,7 +443,7 @@ class GraphDataModule(pl.LightningDataModule):
         if batch.sample is not None:  # open_part() has moved the part
             dtype, sample = self._model_dtype(), batch.sample
             sample = (laid_out(sample) if "edge_index" in sample else sample).apply(lambda value: moved(value, device))
-            floats = floats_unlike(sample, ("x", *EDGE_FIELDS, "edge_norm"), dtype)
+            floats = floats_unlike(sample, ("x", "y", *EDGE_FIELDS, "edge_norm"), dtype)
             sample = sample.update({name: converted(value, dtype) for name, value in floats.items()})
             batch.sample = stamped(sample) if "layout" in sample else sample
         return batch

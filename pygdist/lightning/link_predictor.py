@@ -138,6 +138,11 @@ class LinkPredictor(GraphModule):
         self._directory: NodeDirectory | None = None
         self._pairs: tuple[Shard, LinkPairs] | None = None  # a shard and its pairs
 
+    @property
+    @override
+    def best_by(self) -> tuple[str, Literal["min", "max"]]:
+        return "val_auc", "max"
+
     @override
     def setup(self, stage: str) -> None:
         super().setup(stage)

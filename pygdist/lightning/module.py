@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import lightning.pytorch as pl
 import torch
@@ -29,16 +29,18 @@ from pygdist.lightning.checks import (
     check_device,
     check_lag,
     check_model,
+    check_node_inputs,
     check_precision,
     check_sizes,
     check_strategy,
 )
 from pygdist.lightning.datamodule import GraphDataModule
 from pygdist.lightning.evaluation import WholeGraphEvaluation
+from pygdist.lightning.one_lightning import OfLightning, check_callbacks
 from pygdist.lightning.parts import PartBatch, sampled_graph
 from pygdist.lightning.sharded import ShardedTraining, check_elementwise, clip_over_ranks
 from pygdist.lightning.strategies import GraphDDPStrategy
-from pygdist.nn.inputs import fill_in_sizes, outputs_of
+from pygdist.nn.inputs import fill_in_sizes, node_inputs, outputs_of, takes_data
 from pygdist.routing import distribute, undistribute
 from pygdist.routing.agreement import agree_on_model
 
@@ -47,7 +49,7 @@ _OF_NAN = "lower the learning rate, or look for features, edge weights or labels
 _BACKEND_STATE = "backend_state"  # in a checkpoint
 
 
-class GraphModule(pl.LightningModule):
+class GraphModule(OfLightning, pl.LightningModule):
     """Trains a PyG model on a partitioned graph. The subclass defines the task.
 
     Args:
@@ -92,6 +94,20 @@ class GraphModule(pl.LightningModule):
         self._sharded = ShardedTraining()
         self.metrics = nn.ModuleDict()
 
+    @property
+    def best_by(self) -> tuple[str, Literal["min", "max"]]:
+        """The logged number by which a checkpoint is the best, and whether the least or the largest is."""
+        return "val_loss", "min"
+
+    def labels_of(self, out: Tensor) -> Tensor:
+        """Return the prediction for each node, from a row of the model's output for each."""
+        return out
+
+    @override
+    def configure_callbacks(self) -> Sequence[pl.Callback] | pl.Callback:
+        check_callbacks(self.trainer)  # the first of all hooks, on all ranks
+        return super().configure_callbacks()
+
     @override
     def setup(self, stage: str) -> None:
         data = self._datamodule()
@@ -101,6 +117,8 @@ class GraphModule(pl.LightningModule):
         self._check(data)
         # Lightning converts after it has loaded a checkpoint, so "64-true" would round what it loads
         self.trainer.precision_plugin.convert_module(self.model)
+        if not takes_data(self.model):  # which need not read them
+            check_node_inputs([*node_inputs(self.model, data.shard)], self.backend)
         fill_in_sizes(self.model, data.shard)
         check_sizes(self.model)
         self.place(data.here(data.shard))

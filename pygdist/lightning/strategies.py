@@ -42,6 +42,7 @@ from pygdist.lightning.checkpoint_io import WholeCheckpointIO, check_alike, mist
 from pygdist.lightning.checks import overflow_in, read_only_folder, unusable_name
 from pygdist.lightning.launcher import GraphLauncher, ProcessLauncher
 from pygdist.lightning.meeting import Launched, check_address, connect, hosts_store, warn_of_joining
+from pygdist.lightning.one_lightning import OfLightning
 from pygdist.lightning.stopping import Stopping
 from pygdist.lightning.table import write_epoch
 from pygdist.lightning.to_rank_zero import broadcast_plain
@@ -58,7 +59,7 @@ _LONGEST_S = 1e9  # torch and the system take seconds as whole numbers, in units
 _SHORTEST_S = 0.1
 
 
-class GraphDDPStrategy(DDPStrategy):
+class GraphDDPStrategy(OfLightning, DDPStrategy):
     """Averages gradients over the parts of one graph; gloo on CPU, nccl on CUDA.
 
     ``--trainer.strategy=graph_ddp``, or ``graph_ddp_notebook`` where processes must be forked. Everything else

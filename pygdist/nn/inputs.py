@@ -1,4 +1,4 @@
-"""Calls of a model: ``model(x, edge_index)`` with the edge inputs that its ``forward`` takes, or ``model(data)``."""
+"""Calls of a model: ``model(x, edge_index)`` with the inputs of edges and nodes that it takes, or ``model(data)``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data
+from torch_geometric.data.storage import BaseStorage
 from torch_geometric.nn import MessagePassing
 
 from pygdist.errors import InputError
-from pygdist.graph.check import EDGE_FIELDS, FEATURES
+from pygdist.graph.check import EDGE_FIELDS, FEATURES, MASKS, NODE_INPUTS
 
 _OF_OTHER_TYPES = (
     "same dtype", "same datatype", "scalar type", "not implemented for '", "should be the same", "can't be cast",
@@ -25,6 +26,8 @@ _INTEGERS = ("long", "int", "char", "byte", "short", "bool")  # in torch's words
 
 
 _DATA = ("data", "graph", "batch")
+_NO_INPUTS = frozenset({*EDGE_FIELDS, *MASKS, "x", "y", "edge_index", "batch", "ptr"})
+_STORAGES = (Data, BaseStorage)
 
 
 def takes_data(model: nn.Module) -> bool:
@@ -39,7 +42,7 @@ def takes_data(model: nn.Module) -> bool:
 
 def arguments_of(model: nn.Module, graph: Any, edges: Tensor) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
     """Return the arguments of a model's call for ``graph`` (a ``Data`` or ``Shard``), with these edges."""
-    inputs = edge_inputs(model, graph)
+    inputs = {**edge_inputs(model, graph), **node_inputs(model, graph)}
     return ((Data(x=graph.x, edge_index=edges, **inputs),), {}) if takes_data(model) else ((graph.x, edges), inputs)
 
 
@@ -55,6 +58,27 @@ def edge_inputs(model: nn.Module, graph: Any) -> dict[str, Tensor]:
             unused.add("edge_attr")
     values = {name: getattr(graph, name, None) for name in EDGE_FIELDS if name in taken and name not in unused}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def names_of_node_inputs(model: nn.Module) -> list[str] | None:
+    """Return the names of tensors of nodes that ``model.forward`` may take by name; ``None`` for any (``model(data)``).
+
+    Of PyG's own models these are the parameters without a default: the others choose a way to run.
+    """
+    if takes_data(model):
+        return None
+    own = not type(model).__module__.startswith("torch_geometric.")
+    parameters = list(inspect.signature(model.forward).parameters.values())[2:]
+    named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    return [one.name for one in named if one.name not in _NO_INPUTS and (own or one.default is one.empty)]
+
+
+def node_inputs(model: nn.Module, graph: Any) -> dict[str, Tensor]:
+    """Return further tensors of nodes of ``graph`` (a ``Data`` or ``Shard``) that ``model.forward`` takes by name."""
+    held = getattr(graph, NODE_INPUTS, None) or ()
+    names = names_of_node_inputs(model)
+    taken = [name for name in held if names is None or name in names]
+    return {name: held[name] if isinstance(held, Mapping) else getattr(graph, name) for name in taken}
 
 
 def outputs_of(model: nn.Module, graph: Any, edges: Tensor) -> Any:
@@ -75,10 +99,18 @@ def outputs_of(model: nn.Module, graph: Any, edges: Tensor) -> Any:
     except TypeError as error:
         call = ", ".join(["x", "edge_index", *(f"{name}=..." for name in inputs)])
         raise InputError(
-            f"{type(model).__name__}.forward cannot be called as model({call}): {error}; wrap it in a module that can"
+            f"{type(model).__name__}.forward cannot be called as model({call}): {error}; wrap it in a module that can "
+            "(the graph's further tensors of nodes are passed by name, those of edges in edge_attr)"
         ) from error
     try:
         return model(*args, **inputs)
+    except AttributeError as error:
+        if not takes_data(model) or getattr(error, "name", None) is None or not isinstance(error.obj, _STORAGES):
+            raise
+        raise InputError(
+            f"{type(model).__name__}.forward reads '{error.name}' of the data, which holds x, the edges and their "
+            "values, and further tensors with a row per node (unless the backend trains parts or batches), nothing else"
+        ) from error
     except (RuntimeError, TypeError, InputError) as error:
         _explain_integers(error, {"x": graph.x, **edge_inputs(model, graph)})
         if "shapes cannot be multiplied" not in str(error) or f"x{width} and" not in str(error):
@@ -147,7 +179,8 @@ def fill_in_sizes(model: nn.Module, graph: Any) -> None:
         return
     modes = {module: module.training for module in model.modules()}
     loops = torch.arange(2, device=lazy.device).repeat(2, 1)
-    inputs = {"x": graph.x, **edge_inputs(model, graph)}
+    further = node_inputs(model, graph)
+    inputs = {"x": graph.x, **edge_inputs(model, graph), **further}
     small = {  # 0 is the number of a type, and of a row of any embedding
         name: torch.ones((2, *value.shape[1:])).to(lazy)
         if value.is_floating_point()
@@ -156,7 +189,7 @@ def fill_in_sizes(model: nn.Module, graph: Any) -> None:
     }
     try:
         with torch.no_grad():
-            args, others = arguments_of(model, SimpleNamespace(**small), loops)
+            args, others = arguments_of(model, SimpleNamespace(**small, **{NODE_INPUTS: [*further]}), loops)
             model.eval()(*args, **others)
     except (RuntimeError, TypeError) as error:
         _explain_integers(error, inputs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,6 +12,13 @@ from torch.nn import functional
 
 from pygdist.errors import InputError
 from pygdist.nn.nested import each_value
+
+Losses = Callable[[Any, Tensor], Tensor]
+"""Returns the loss of each node, ``(n,)``, from a model's outputs for these nodes and their labels."""
+Regression = Literal["mse", "l1", "huber"]
+_OF_NUMBERS: dict[str, Callable[..., Tensor]] = {
+    "mse": functional.mse_loss, "l1": functional.l1_loss, "huber": functional.huber_loss,
+}  # fmt: skip
 
 
 def labelled(y: Tensor, mask: Tensor) -> Tensor:
@@ -40,12 +47,33 @@ def node_losses(output: Tensor, y: Tensor) -> Tensor:
     return functional.binary_cross_entropy_with_logits(output, y.to(output.dtype), reduction="none").mean(dim=1)
 
 
+def value_losses(output: Tensor, y: Tensor, *, loss: Regression = "mse") -> Tensor:
+    r"""Return the loss of each node that has numbers to predict, averaged over these: :math:`(n)`.
+
+    The loss is the squared error (``mse``), the absolute error (``l1``), or torch's ``huber_loss`` with its default
+    ``delta`` of 1. The mean over nodes is the mean over all entries, as torch computes it.
+
+    Shapes:
+        ``output`` and ``y`` are both :math:`(n, k)`, with any number of further dimensions; for :math:`k = 1`,
+        ``output`` may be :math:`(n)`.
+
+    Raises:
+        InputError: If the shapes differ; torch would broadcast :math:`(n)` against :math:`(n, 1)` to :math:`(n, n)`.
+    """
+    if output.dim() == 1 and y.shape[1:] == (1,):
+        output = output.unsqueeze(1)
+    if output.shape != y.shape:
+        raise InputError(f"the model returns values of shape {tuple(output.shape)} for targets of {tuple(y.shape)}")
+    dtype = torch.promote_types(output.dtype, y.dtype)  # bfloat16 outputs do not round the targets
+    return _OF_NUMBERS[loss](output.to(dtype), y.to(dtype), reduction="none").flatten(1).mean(dim=1)
+
+
 def summed_loss(
     output: Any,
     y: Tensor,
     chosen: Tensor,
     weight: Tensor | None = None,
-    losses: Callable[[Any, Tensor], Tensor] = node_losses,
+    losses: Losses = node_losses,
 ) -> tuple[Tensor, int]:
     r"""Return the sum of the losses over the labelled nodes of a mask, and the number of these nodes.
 

@@ -91,7 +91,7 @@ class NeighborBatches(MiniBatches):
         y, mask = shard.y, shard.train_mask
         if y is None or mask is None or not shard.counts["train_mask"]:
             raise InputError("the graph has no labelled nodes for stage 'train' (train_mask)")
-        labelled = mask & (y >= 0 if y.dim() == 1 else ~torch.isnan(y).any(dim=1))
+        labelled = mask & (y >= 0 if y.dim() == 1 else ~torch.isnan(y).flatten(1).any(dim=1))
         seeds = labelled.nonzero().view(-1)
         order = ShuffledOrder(seeds.numel(), seed, shuffle=self.shuffle)
         return NodeSteps(shard.owned_id[seeds], y[seeds], self.batch_size, order, fields, sampler, communicator)

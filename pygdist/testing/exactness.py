@@ -33,7 +33,7 @@ from pygdist.errors import InputError
 from pygdist.graph import Shard, write_store
 from pygdist.memory.scratch import ScratchFolder
 from pygdist.nn.inputs import arguments_of
-from pygdist.nn.loss import labelled, summed_loss
+from pygdist.nn.loss import Losses, labelled, node_losses, summed_loss
 from pygdist.routing import distribute, undistribute
 from pygdist.testing.graphs import GRAPHS, random_edge_part, random_graph
 from pygdist.testing.layers import HIDDEN, LAYERS, build
@@ -76,8 +76,11 @@ class Difference:
     relative: float
 
 
-def reference_step(model: nn.Module, data: Data) -> Step:
+def reference_step(model: nn.Module, data: Data, losses: Losses | None = None) -> Step:
     """Make one step of plain PyG and PyTorch on the whole graph, which changes ``model``.
+
+    ``losses`` returns the loss of each node from outputs and labels, ``(n,)``; by default the step has the classifier's
+    loss, as torch computes it.
 
     Raises:
         InputError: If the graph has no labelled training node.
@@ -89,7 +92,9 @@ def reference_step(model: nn.Module, data: Data) -> Step:
     run = partial(model, *args, **inputs)
     output, chosen = run(), labelled(y, mask)
     # torch's own means, not the sums over ranks
-    if y.dim() == 1:
+    if losses is not None:
+        loss = losses(output[chosen], y[chosen]).mean()
+    elif y.dim() == 1:
         loss = functional.cross_entropy(output[chosen], y[chosen])
     else:
         loss = functional.binary_cross_entropy_with_logits(output[chosen], y[chosen].to(output.dtype))
@@ -98,9 +103,17 @@ def reference_step(model: nn.Module, data: Data) -> Step:
     return _finish(model, run, output, float(loss.detach()), reached.unused())
 
 
-def distributed_step(model: nn.Module, shard: Shard, communicator: Communicator, *, static_graph: bool = True) -> Step:
-    """Make one step of a distributed model on this rank: the classifier's loss, with gradients averaged by DDP.
+def distributed_step(
+    model: nn.Module,
+    shard: Shard,
+    communicator: Communicator,
+    *,
+    static_graph: bool = True,
+    losses: Losses = node_losses,
+) -> Step:
+    """Make one step of a distributed model on this rank, with gradients averaged by DDP.
 
+    ``losses`` returns the loss of each node from outputs and labels; by default it is the classifier's.
     In a ``static_graph``, as in DDP, some parameters may get no gradient, even on some ranks alone. Without it, as in
     training, ranks wait for each other's gradient of every parameter, and hang if one of them has none.
     """
@@ -112,7 +125,7 @@ def distributed_step(model: nn.Module, shard: Shard, communicator: Communicator,
         trained = DistributedDataParallel(model, static_graph=static_graph, **DDP_OPTIONS)
     (args, inputs), reached = arguments_of(model, shard, shard.adjacency), _Reached(model)
     output = trained(*args, **inputs)
-    total, count = summed_loss(output, shard.y, shard.train_mask)
+    total, count = summed_loss(output, shard.y, shard.train_mask, losses=losses)
     sums = communicator.gather((float(total.detach()), float(count))).sum(dim=0)
     (total * ddp_loss_scale(int(sums[1]), communicator.world_size)).backward()
     run = partial(model, *args, **inputs)

@@ -58,8 +58,7 @@ def test_the_third_step_waits_for_nothing(
 def _logged(norm: bool) -> list[str]:
     """The third step's loss and accuracy, as Lightning's module counts them."""
     module = NodeClassifier(torch.nn.Linear(5, 3))
-    module._score_name = "acc"
-    module.metrics.update({"train_loss": Mean(), "train_score": Mean()})
+    module.metrics.update({"train_loss": Mean(), "train_acc": Mean()})
     with emulated_gpu() as waits, mock.patch.object(NodeClassifier, "log"):
         module.metrics.to("cuda")
         rows, out = torch.arange(6, device="cuda"), torch.randn(6, 3, device="cuda")
@@ -72,7 +71,7 @@ def _logged(norm: bool) -> list[str]:
 def test_counting_loss_and_accuracy_waits_for_nothing(gpu: EmulatedProcess) -> None:
     assert gpu.run(_logged, False) == []
     (share,) = gpu.run(_logged, True)  # the sum of the weights of a sample's nodes
-    assert share.startswith("aten._local_scalar_dense in pygdist/lightning/classifier.py:")
+    assert share.startswith("aten._local_scalar_dense in pygdist/lightning/node_module.py:")
 
 
 def _planted() -> list[str]:

@@ -383,7 +383,8 @@ def arrays(seed: int, folder: Path) -> Case:
             "other length": np.zeros((len(value) + 1, *value.shape[1 + (name == "x") :]), dtype=value.dtype),
             "complex": value.astype(complex),
             "too large": np.full(value.shape, 2**63, dtype=np.uint64) if value.size else np.zeros(3, dtype="U1"),
-            "four dimensions": np.zeros((*value.shape, *[1] * (4 - value.ndim)), dtype=value.dtype),
+            # labels of so many dimensions are numbers to predict
+            "four dimensions": np.zeros((*value.shape, *[int(name != "y")] * (4 - value.ndim)), dtype=value.dtype),
         }
         if kind in broken:
             np.save(path, broken[kind], allow_pickle=True)

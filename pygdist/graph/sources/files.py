@@ -57,7 +57,7 @@ class GraphFiles(EdgeOptions):
         names: Text file with the name of each node, a line each: line i + 1 belongs to row i of features and labels.
         first_id: Id of the first node, 0 or 1. By default 1 in MatrixMarket and KONECT files, 0 in all others.
         features: ``.npy`` of shape ``(N, F)``: row i belongs to id i.
-        labels: ``.npy`` of shape ``(N,)`` or ``(N, C)``.
+        labels: ``.npy`` of shape ``(N,)``, ``(N, C)``, or of more dimensions.
         num_nodes: Number of nodes. By default the rows of features, labels or masks, else the largest id plus one.
         relabel: Renumber the nodes that have edges from 0, and store their ids. By default this happens if neither
             ``num_nodes`` nor an array gives the number of nodes, and fewer than half of the ids up to the largest have
@@ -67,6 +67,7 @@ class GraphFiles(EdgeOptions):
             are integers must be equal.
         remove_self_loops: Remove edges from a node to itself.
         float_features: Convert integer features of nodes and edges to float32; by default they stay integers.
+        float_labels: Labels are numbers to predict, even if all of them are whole; by default these become classes.
         split: Shares of the labelled nodes for training, validation and test, instead of the masks in the folder. If
             there are no masks either, 50/25/25 are drawn.
         split_seed: Seed of the drawn split.
@@ -87,6 +88,7 @@ class GraphFiles(EdgeOptions):
     num_nodes: int | None = None
     relabel: bool | None = None
     float_features: bool = False
+    float_labels: bool = False
     split: tuple[float, float, float] | None = None
     split_seed: int = 0
     split_index: int = 0
@@ -166,11 +168,19 @@ class GraphFiles(EdgeOptions):
         _fits(num_nodes, str(paths["edge_index"]), "renumber them (relabel)")
         self._check(fields, num_nodes, file.num_edges, {**dict.fromkeys(edges.values, paths["edge_index"]), **paths})
         nodes = {name: torch.from_numpy(value) for name, value in fields.items() if name in ("y", *MASKS)}
-        num_classes = prepare_nodes(nodes, num_nodes, split=self.split, split_seed=self.split_seed, notes=notes)
+        num_classes = prepare_nodes(
+            nodes,
+            num_nodes,
+            split=self.split,
+            split_seed=self.split_seed,
+            float_labels=self.float_labels,
+            num_classes=self.num_classes,
+            notes=notes,
+        )
         graph = WholeGraph(
             edges=self._stream(file, num_nodes, progress),
             fields=fields | {name: value.numpy() for name, value in nodes.items()},
-            num_classes=self.num_classes or num_classes,
+            num_classes=num_classes,
             notes=notes,
             ids=ids,
             names=edges.names,
@@ -285,7 +295,7 @@ class GraphFiles(EdgeOptions):
             tensors = {name: torch.from_numpy(value) for name, value in fields.items()}
         try:
             check_fields(
-                tensors, num_nodes, num_edges, num_classes=self.num_classes,
+                tensors, num_nodes, num_edges, num_classes=self.num_classes, float_labels=self.float_labels,
                 after_block=lambda name: forget_pages(fields[name]),
             )  # fmt: skip
         except InputError as error:

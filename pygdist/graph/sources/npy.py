@@ -5,7 +5,7 @@ Files, all but the first optional; shapes as in PyG:
 ============================  ====================================================================
 ``edge_index.npy``            ``(2, E)`` or ``(E, 2)`` integers, sources and targets
 ``x.npy``                     ``(N, F)`` features
-``y.npy``                     ``(N,)`` classes, -1 = unlabelled, or ``(N, C)`` for several labels
+``y.npy``                     ``(N,)`` classes, -1 = unlabelled; ``(N, C)`` for several labels; or numbers to predict
 ``train_mask.npy``            ``(N,)`` bool, or ``(N, S)`` for S splits; ``val_mask``, ``test_mask``
 ``train_idx.npy``             ids instead of a mask; ``val_idx`` (or ``valid_idx``), ``test_idx``
 ``edge_weight.npy``           ``(E,)``

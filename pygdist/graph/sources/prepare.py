@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import logging
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import numpy as np
 import torch
@@ -19,7 +19,20 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from pygdist.errors import InputError
-from pygdist.graph.check import FEATURES, FIELDS, MASKS, NOTES, check, is_multi_label, plain, rows_of, with_tensors
+from pygdist.graph.check import (
+    FEATURES,
+    FIELDS,
+    MASKS,
+    NODE_INPUTS,
+    NOTES,
+    are_numbers,
+    as_field,
+    check,
+    is_multi_label,
+    plain,
+    rows_of,
+    with_tensors,
+)
 from pygdist.graph.sources.edges import drop_duplicates, drop_self_loops, make_symmetric
 from pygdist.graph.streams.tables import first_rounded
 
@@ -35,9 +48,11 @@ def prepare(
     remove_duplicates: bool = False,
     remove_self_loops: bool = False,
     float_features: bool = False,
+    float_labels: bool = False,
     split: tuple[float, float, float] | None = None,
     split_seed: int = 0,
     num_classes: int | None = None,
+    node_inputs: Collection[str] | None = (),
 ) -> tuple[Data, list[str]]:
     """Check a graph, put its fields into one form, and change its edges if requested.
 
@@ -50,28 +65,34 @@ def prepare(
         remove_duplicates: Keep one edge of each (source, target, type): weights are summed, attributes averaged.
         remove_self_loops: Remove the edges from a node to itself.
         float_features: Convert integer features of nodes and edges to float32; by default they stay integers.
+        float_labels: Labels are numbers to predict, even if all of them are whole; by default these become classes.
         split: Shares of the labelled nodes for training, validation and test. By default the masks of the dataset are
             kept; if it has none, 50/25/25 are drawn.
         split_seed: Seed of the drawn split.
         num_classes: Number of classes; the largest label plus one by default.
+        node_inputs: Names of further tensors of nodes to keep, such as ``pos``, if the graph has them; ``None`` keeps
+            all.
 
     Returns:
         The graph, with ``edge_index`` (int64), ``x`` (float32 or float64, or integers or bool as they are), ``y``
-        (int64 of shape ``(N,)``, -1 = unlabelled; or a float32 matrix, NaN row = unlabelled; absent if the dataset has
-        no labels), three bool masks of labelled nodes, ``edge_weight`` (float), ``edge_attr`` (as ``x``) and
-        ``edge_type`` (int64) if the dataset has them, and ``num_classes``; and a note on each change, one sentence
-        each.
+        (classes: int64 of shape ``(N,)``, -1 = unlabelled; several labels per node: a float32 matrix of 0 and 1, NaN
+        row = unlabelled; numbers to predict: float32, float64 or int64 of shape ``(N, 1)``, ``(N, k)`` or with more
+        dimensions, NaN row = unlabelled; absent if the dataset has no labels), three bool masks of labelled nodes,
+        ``edge_weight`` (float), ``edge_attr`` (as ``x``) and ``edge_type`` (int64) if the dataset has them, and
+        ``num_classes`` (0 for numbers to predict), and the ``node_inputs`` and their names; and a note on each change,
+        one sentence each.
 
     Raises:
         InputError: If :func:`check` raises it, ``split`` is not three shares, or ``split_seed`` is out of range.
     """
     data = with_tensors(data)
-    check(data, num_classes=num_classes)
+    check(data, num_classes=num_classes, float_labels=float_labels)
     notes: list[str] = list(data.get(NOTES, []))
     num_nodes = data["x"].size(0)
     fields = {name: value for name in FIELDS if isinstance(value := data.get(name), Tensor)}
     fields = {name: value.detach().cpu() for name, value in fields.items()}
-    if left_out := sorted(set(data.keys()) - {*FIELDS, "num_nodes", "num_classes", NOTES}):
+    inputs = _inputs_of_nodes(data, num_nodes, node_inputs, notes)
+    if left_out := sorted(set(data.keys()) - {*FIELDS, *inputs, "num_nodes", "num_classes", NOTES, NODE_INPUTS}):
         notes.append(f"left out unused attributes: {', '.join(left_out)}")
     _unify(fields, float_features, notes)
     if remove_self_loops:
@@ -80,8 +101,35 @@ def prepare(
         make_symmetric(fields, num_nodes, notes)
     if remove_duplicates:
         drop_duplicates(fields, num_nodes, notes)
-    classes_in_labels = prepare_nodes(fields, num_nodes, split=split, split_seed=split_seed, notes=notes)
-    return Data(**fields, num_classes=num_classes or classes_in_labels), notes
+    num_classes = prepare_nodes(
+        fields,
+        num_nodes,
+        split=split,
+        split_seed=split_seed,
+        float_labels=float_labels,
+        num_classes=num_classes,
+        notes=notes,
+    )
+    return Data(**fields, **inputs, num_classes=num_classes, **({NODE_INPUTS: [*inputs]} if inputs else {})), notes
+
+
+def _inputs_of_nodes(data: Data, num_nodes: int, names: Collection[str] | None, notes: list[str]) -> dict[str, Tensor]:
+    """Return further tensors of nodes by name, in types of a store; with ``None`` all that there are."""
+    inputs = {}
+    for name in data.keys() if names is None else names:
+        value = data.get(name)
+        if name in FIELDS or not name.isidentifier() or not isinstance(value, Tensor) or not data.is_node_attr(name):
+            continue
+        if value.layout is not torch.strided or value.dtype.is_complex or value.size(0) != num_nodes:
+            if names is not None:
+                raise InputError(f"{name}: {value.dtype} of shape {tuple(value.shape)}, expected a dense row per node")
+            continue
+        value = as_field(name, value).detach().cpu()
+        if value.dtype in (torch.float16, torch.bfloat16):
+            notes.append(f"converted {name} from {value.dtype} to float32".replace("torch.", ""))
+            value = value.float()
+        inputs[name] = value
+    return inputs
 
 
 def tell(notes: Iterable[str]) -> None:
@@ -99,39 +147,49 @@ def prepare_nodes(
     *,
     split: tuple[float, float, float] | None,
     split_seed: int,
+    float_labels: bool,
+    num_classes: int | None,
     notes: list[str],
 ) -> int:
     """Put labels and masks into one form, and draw a split if needed, as :func:`prepare` describes.
 
     ``fields`` are ``y`` and masks, if they exist; changed in place. A note on each change is appended. Returns the
-    number of classes.
+    number of classes; 0 if labels are numbers to predict.
     """
     if not 0 <= split_seed < 1 << 64:
         raise InputError(f"split_seed is {split_seed}, expected 0 to 2**64 - 1")
-    num_classes = 0
+    found = 0
     for name in MASKS:
         if name in fields:
             fields[name] = fields[name].to(torch.bool)
-    if "y" in fields:
+    if "y" in fields and num_classes is None and are_numbers(fields["y"], float_labels):
+        fields["y"] = _unify_numbers(fields["y"], notes)
+    elif "y" in fields:
         y = _unify_labels(fields["y"], notes)
-        num_classes = fields["y"].size(1) if is_multi_label(fields["y"]) else count_classes(y)
+        found = fields["y"].size(1) if is_multi_label(fields["y"]) else count_classes(y)
         fields["y"] = y
     _set_masks(fields, num_nodes, split, split_seed, notes)
-    return num_classes
+    return num_classes or found
 
 
 def count_classes(y: Tensor | None) -> int:
-    """Return the number of classes of labels that :func:`prepare` returned; 0 without labels."""
+    """Return the number of classes of labels that :func:`prepare` returned; 0 without labels, or if they are numbers.
+
+    A matrix of 0 and 1 counts as several labels per node.
+    """
     if y is None or y.numel() == 0:
         return 0
-    return y.size(1) if is_multi_label(y) else int(y.max()) + 1
+    if y.dim() == 1:
+        return int(y.max()) + 1
+    return y.size(1) if is_multi_label(y) and not are_numbers(y) else 0
 
 
 def labelled_nodes(y: Tensor) -> Tensor:
     """Return a mask of the nodes that have a label, ``(N,)`` bool, from labels that :func:`prepare` returned."""
-    if not is_multi_label(y):
+    if y.dim() == 1:
         return y >= 0
-    return torch.cat([y.new_empty(0, dtype=torch.bool), *(~torch.isnan(block).any(dim=1) for _, block in rows_of(y))])
+    missing = (torch.isnan(block).flatten(1).any(dim=1) for _, block in rows_of(y))
+    return torch.cat([y.new_empty(0, dtype=torch.bool), *(~one for one in missing)])
 
 
 def fingerprint(data: Data) -> str:
@@ -141,7 +199,7 @@ def fingerprint(data: Data) -> str:
         32 hexadecimal digits; equal on every machine of the same byte order.
     """
     digest = hashlib.blake2b(digest_size=16)
-    for name in FIELDS:
+    for name in (*FIELDS, *data.get(NODE_INPUTS, ())):
         value = data.get(name)
         if isinstance(value, Tensor):
             digest.update(f"{name} {value.dtype} {tuple(value.shape)};".encode())
@@ -176,6 +234,15 @@ def _weight_type(weight: Tensor) -> torch.dtype:
         raise InputError(f"edge_weight: edge {edge} has weight {int(weight.reshape(-1)[edge])}, which float64 rounds")
     exact = weight.to(torch.float64)
     return torch.float32 if torch.equal(exact.to(torch.float32).to(torch.float64), exact) else torch.float64
+
+
+def _unify_numbers(y: Tensor, notes: list[str]) -> Tensor:
+    """Return numbers to predict with a row for each node: float32, float64, or int64."""
+    kept = y.dtype in (torch.float32, torch.float64, torch.int64)
+    dtype = y.dtype if kept else torch.float32 if y.is_floating_point() else torch.int64
+    if not kept:
+        notes.append(f"converted y from {y.dtype} to {dtype}".replace("torch.", ""))
+    return (y.unsqueeze(1) if y.dim() == 1 else y).to(dtype)
 
 
 def _unify_labels(y: Tensor, notes: list[str]) -> Tensor:

@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch_geometric.data import Data
 
-from pygdist.graph.check import EDGE_FIELDS, FEATURES, MASKS
+from pygdist.graph.check import EDGE_FIELDS, FEATURES, MASKS, NODE_INPUTS
 from pygdist.graph.sources.prepare import count_classes
 from pygdist.graph.streams.arrays import forget_pages
 from pygdist.graph.streams.progress import Progress
 from pygdist.graph.streams.stream import EdgeStream
 
+OF_NODES = "node_"  # begins the names of further tensors of nodes in a store
 _BLOCK_ROWS = 1 << 14
 
 
@@ -30,7 +31,7 @@ class WholeGraph:
         edges: Its edges.
         fields: ``x``, ``y``, masks, ``edge_weight``, ``edge_attr`` and ``edge_type``, in memory or memory-mapped, in
             the forms that :func:`pygdist.graph.prepare` describes; only ``x`` may have any numeric type. Each may be
-            absent.
+            absent. Further tensors of nodes have names that begin with ``node_``.
         num_classes: Number of classes.
         notes: Notes on preprocessing, one sentence each.
         ids: Original id of each node, ascending, int64 of shape ``(N,)``; ``None`` if ids are the numbers of nodes.
@@ -59,6 +60,7 @@ class WholeGraph:
         """Wrap a graph in memory, as :func:`pygdist.graph.prepare` returns it; labels and masks may be absent."""
         names = ("x", "y", *MASKS, *EDGE_FIELDS)
         fields = {name: value.numpy() for name in names if isinstance(value := data.get(name), Tensor)}
+        fields |= {f"{OF_NODES}{name}": data[name].numpy() for name in data.get(NODE_INPUTS, ())}
         if num_classes is None:
             num_classes = data.get("num_classes")
         if num_classes is None:
@@ -88,7 +90,13 @@ class WholeGraph:
     def multi_label(self) -> bool:
         """True if labels are a matrix with one column per class."""
         y = self.fields.get("y")
-        return y is not None and y.ndim == 2 and y.shape[1] > 1
+        return y is not None and y.ndim == 2 and y.shape[1] == self.num_classes > 1
+
+    @property
+    def targets(self) -> tuple[int, ...] | None:
+        """The shape of the numbers that are to be predicted for a node; ``None`` if labels are classes, or absent."""
+        y = self.fields.get("y")
+        return None if y is None or y.ndim == 1 or self.multi_label else y.shape[1:]
 
     @property
     def num_features(self) -> int:

@@ -10,8 +10,10 @@ r"""The partitioned graph on disk: ``meta.json`` and a folder of plain ``.npy`` 
 ``edge_weight``       ``(e,)``, ``edge_attr`` ``(e, D)``, ``edge_type`` ``(e,)`` int64, in the order of ``src``; each
                       absent if the graph has none
 ``x``                 ``(n, F)`` features of owned rows
-``y``                 ``(n,)`` int64, -1 = unlabelled, or ``(n, C)`` float32; absent if the graph has no labels
+``y``                 ``(n,)`` int64, -1 = unlabelled; several labels per node: ``(n, C)`` float32; numbers to predict:
+                      ``(n, *targets)`` float32, float64 or int64. Absent if the graph has no labels
 ``train_mask``        ``(n,)`` bool, and ``val_mask``, ``test_mask``
+``node_NAME``         ``(n, ...)`` rows of further tensors of nodes that models take by NAME, such as ``node_pos``
 ``send_index``        int64, owned rows to send, grouped by receiver, in the order of the receiver's halo
 ``send_counts``       ``(P,)`` int64, rows sent to each part; own entry 0
 ``recv_counts``       ``(P,)`` int64, halo rows from each part; own entry 0
@@ -215,6 +217,7 @@ def write_graph(
         "num_features": graph.num_features,
         "num_classes": graph.num_classes,
         "multi_label": graph.multi_label,
+        **({} if graph.targets is None else {"targets": list(graph.targets)}),
         # a vertex-cut measures its own; for a partition of the nodes it is the full one
         "replication_factor": written["replication_factor_full"],
         **written,

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from pygdist.errors import InputError
 from pygdist.graph.check import EDGE_FIELDS, MASKS
-from pygdist.graph.sources.whole import WholeGraph
+from pygdist.graph.sources.whole import OF_NODES, WholeGraph
 from pygdist.graph.store.columns import COLUMNS
 from pygdist.graph.store.nodes import NODES, NodeParts, Placement
 from pygdist.graph.store.replicas import REPLICAS
@@ -151,7 +151,8 @@ def _write_fields(
 ) -> None:
     """Write the values of a part's nodes and edges."""
     n_id, e_id = (np.load(place / f"{name}.npy", mmap_mode="r") for name in ("n_id", "e_id"))
-    rows = dict.fromkeys(_NODE_FIELDS, owned) | dict.fromkeys(EDGE_FIELDS, e_id)
+    further = [name for name in fields if name.startswith(OF_NODES)]
+    rows = dict.fromkeys((*_NODE_FIELDS, *further), owned) | dict.fromkeys(EDGE_FIELDS, e_id)
     if placement.has_surroundings:
         rows["x"] = n_id
     if placement.splits_features:

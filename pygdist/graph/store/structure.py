@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from pygdist.comm.slices import columns_of
 from pygdist.errors import InputError
 from pygdist.graph.check import EDGE_FIELDS, MASKS, check_fields
+from pygdist.graph.sources.whole import OF_NODES
 from pygdist.graph.store.part_files import PLACEMENTS
 from pygdist.graph.streams.arrays import forget_pages
 
@@ -107,6 +108,8 @@ def check_meta(meta: Mapping[str, Any], path: Path) -> None:
         InputError: Names the file and the entry.
     """
     _check_entries(meta, _META, path, "")
+    if "targets" in meta and not (_is_counts(meta["targets"]) and meta["targets"]):
+        _refuse(path, "targets", meta["targets"], "a list of sizes")
     for name in _FIGURES:
         if name in meta and not _is_number(meta[name]):
             _refuse(path, name, meta[name], "a finite number from 0")
@@ -137,7 +140,8 @@ def check_meta(meta: Mapping[str, Any], path: Path) -> None:
             if name not in part["files"]:
                 raise InputError(f"{path}: {inside}files: '{name}' is missing{_AGAIN}")
         for name, file in part["files"].items():
-            if name not in (*_REQUIRED, *_OPTIONAL, *_OF_CLONES):
+            further = name in meta["dtypes"] and name.startswith(OF_NODES) and name.isidentifier()
+            if not further and name not in (*_REQUIRED, *_OPTIONAL, *_OF_CLONES):
                 raise InputError(f"{path}: {inside}files: '{name[:100]}' is no array of a store{_AGAIN}")
             _check_entries(file, _FILE, path, f"{inside}files.{name}.")
     sums = {name: (meta[name], sum(part[key] for part in parts)) for name, key in _SUMS.items()}
@@ -193,7 +197,8 @@ def check_values(meta: Mapping[str, Any], part: int, folder: Path, *, largest: f
     Raises:
         InputError: Names the file, and the first wrong entry.
     """
-    fields = ("x", "columns", *EDGE_FIELDS, *(["y"] if meta["multi_label"] else []))  # classes belong to the structure
+    classes = not (meta["multi_label"] or "targets" in meta)  # they belong to the structure
+    fields = ("x", "columns", *EDGE_FIELDS, *([] if classes else ["y"]))
     names = [name for name in fields if name in meta["parts"][part]["files"]]
     arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in names}
     edges = next((len(arrays[name]) for name in EDGE_FIELDS if name in arrays), 0)
@@ -202,8 +207,10 @@ def check_values(meta: Mapping[str, Any], part: int, folder: Path, *, largest: f
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     try:
         check_fields(
-            tensors, meta["parts"][part]["num_owned"], edges, after_block=lambda name: forget_pages(arrays[name])
-        )
+            tensors, meta["parts"][part]["num_owned"], edges,
+            num_classes=meta["num_classes"] if meta["multi_label"] else None,
+            after_block=lambda name: forget_pages(arrays[name]),
+        )  # fmt: skip
     except InputError as error:
         name, _, problem = str(error).partition(":")
         raise InputError(f"{folder / name}.npy:{problem}") from error
@@ -265,7 +272,8 @@ def _wrong_forms(arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, Any], pa
     num_targets = num_rows if around else num_owned
     plan = (meta["num_hops"], num_parts) if around else (num_parts,)
     weighted, columns = "edge_weight" in arrays, columns_of(meta["num_features"], part, num_parts)
-    labels = (num_owned, meta["num_classes"]) if meta["multi_label"] else (num_owned,)
+    width = [meta["num_classes"]] if meta["multi_label"] else meta.get("targets", [])
+    floats = "float32 float64" if meta["multi_label"] else "float32 float64 int64"
     forms: dict[str, tuple[str, tuple[int | None, ...]]] = {
         "n_id": ("int64", (None,)),
         "indptr": ("int64", (num_targets + 1,)),
@@ -276,7 +284,7 @@ def _wrong_forms(arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, Any], pa
         "recv_counts": ("int64", plan),
         "x": (_NUMBERS, (num_targets, meta["num_features"])),
         "columns": (f"float16 {_NUMBERS}", (meta["num_nodes"], columns.stop - columns.start)),
-        "y": ("float32 float64" if meta["multi_label"] else "int64", labels),
+        "y": (floats if width else "int64", (num_owned, *width)),
         **dict.fromkeys(MASKS, ("bool", (num_owned,))),
         "edge_weight": ("float32 float64", (num_edges,)),
         "edge_attr": (_NUMBERS, (num_edges,)),
@@ -285,11 +293,12 @@ def _wrong_forms(arrays: Mapping[str, NDArray[Any]], meta: Mapping[str, Any], pa
         **dict.fromkeys(("has_in", "has_out"), ("bool", (num_rows - num_owned,))),
         **dict.fromkeys(("send_has_in", "send_has_out"), ("bool", (len(np.atleast_1d(arrays["send_index"])),))),
     }
+    rows_alone = {"edge_attr", *(name for name in arrays if name.startswith(OF_NODES))}
     for name, array in arrays.items():
-        dtypes, shape = forms[name]
+        dtypes, shape = forms.get(name, (_NUMBERS, (num_owned,)))
         if str(array.dtype) not in dtypes.split():
             yield name, f"is of type {str(array.dtype)[:60]}, expected {dtypes.replace(' ', ' or ')}"
-        sizes = array.shape[:1] if name == "edge_attr" else array.shape
+        sizes = array.shape[:1] if name in rows_alone else array.shape
         if len(sizes) != len(shape) or any(
             wanted not in (None, size) for size, wanted in zip(sizes, shape, strict=True)
         ):

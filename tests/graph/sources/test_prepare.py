@@ -57,12 +57,13 @@ def test_check_accepts_what_datasets_hold() -> None:
         ({"edge_weight": torch.tensor([1.0, NAN, 1.0])}, "edge_weight: 1 of 3 edges .* first is edge 1"),
         ({"edge_attr": torch.tensor([[1.0], [1.0], [NAN]])}, "edge_attr: 1 of 3 edges .* first is edge 2"),
         ({"y": torch.zeros(3)}, r"y: shape \(3,\), expected one label for each of 4 nodes"),
-        ({"y": torch.tensor([0.0, 0.5, 1.0, 1.0])}, "y: node 1 has label 0.5, expected whole numbers"),
+        ({"y": torch.tensor([0.5, -float("inf"), 1.0, 1.0])}, "y: node 1 has inf to predict"),
+        ({"y": torch.tensor([[0.5, 2.0]] * 3 + [[NAN, 0.0]])}, "y: node 3 has NaN for some of its numbers only"),
+        ({"y": torch.ones(4, 2, 0)}, r"y: shape \(4, 2, 0\), expected one label for each of 4 nodes"),
         ({"y": torch.tensor([0.0, 1.0, float("inf"), 1.0])}, "y: node 2 has label inf"),
         ({"y": torch.tensor([0, 1, -2, 1])}, "y: node 2 has label -2; classes start at 0, and -1 means unlabelled"),
         ({"y": torch.zeros(4, dtype=torch.complex64)}, "y: torch.complex64"),
         ({"y": torch.tensor([[0.0, NAN]] * 4)}, "y: node 0 has NaN in some label columns only"),
-        ({"y": torch.tensor([[0.0, 1.0]] * 3 + [[2.0, 0.0]])}, "y: the label matrix of node 3 holds values outside"),
         ({"train_mask": torch.ones(3, dtype=torch.bool)}, r"train_mask: shape \(3,\), expected \(4,\)"),
         ({"test_mask": torch.tensor([0, 1, 2, 3])}, "test_mask: torch.int64 with values other than 0 and 1"),
     ],
@@ -77,6 +78,9 @@ def test_check_refuses(changes: dict[str, Any], message: str) -> None:
     [
         (torch.tensor([0, 3, 5, 1]), 3, "y: 2 labels out of range, the first is 3 at node 1, but num_classes is 3"),
         (torch.zeros(4, 2), 3, "y: 2 label columns, but num_classes is 3"),
+        (torch.tensor([[0.0, 1.0]] * 3 + [[2.0, 0.0]]), 2, "y: the label matrix of node 3 holds values outside 0 to 1"),
+        (torch.zeros(4, 2, 2), 2, r"y: shape \(4, 2, 2\), but num_classes is 2"),
+        (torch.tensor([0.0, 0.5, 1.0, 1.0]), 2, "y: node 1 has label 0.5, expected whole numbers"),
         (torch.zeros(4), 0, "num_classes is 0, expected 1 to"),
         (torch.zeros(4), 10**30, "num_classes is 10+, expected 1 to"),
     ],
@@ -140,6 +144,43 @@ def test_label_matrix() -> None:
     assert prepared.num_classes == 2
     assert labelled_nodes(prepared.y).tolist() == [True, True, False, True]
     assert prepared.train_mask.tolist() == [True, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("y", "float_labels", "shape", "dtype"),
+    [
+        (torch.tensor([0.5, -1.0, NAN, 2.0]), False, (4, 1), torch.float32),
+        (torch.tensor([3.0, -1.0, NAN, 2.0], dtype=torch.float64), True, (4, 1), torch.float64),
+        (torch.tensor([[0.0, 1.0], [0.0, 1.0], [NAN, NAN], [1.0, 0.0]]), True, (4, 2), torch.float32),
+        (
+            torch.tensor([[0.5, 7.0], [0.0, 1.0], [NAN, NAN], [1.0, 0.0]], dtype=torch.float16),
+            False,
+            (4, 2),
+            torch.float32,
+        ),
+        (torch.arange(24, dtype=torch.int32).reshape(4, 2, 3), False, (4, 2, 3), torch.int64),
+        (torch.tensor([[5, -2]] * 4), False, (4, 2), torch.int64),
+    ],
+)
+def test_numbers_to_predict_stay_as_they_are(
+    y: torch.Tensor, float_labels: bool, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    prepared, _ = prepare(graph(y=y), float_labels=float_labels, split=(1.0, 0.0, 0.0))
+    assert prepared.y.dtype == dtype
+    assert prepared.y.shape == shape
+    assert torch.equal(torch.nan_to_num(prepared.y, nan=9.0), torch.nan_to_num(y.reshape(shape).to(dtype), nan=9.0))
+    assert prepared.num_classes == 0
+    assert torch.equal(prepared.train_mask, ~torch.isnan(y).reshape(4, -1).any(dim=1))
+
+
+def test_whole_floats_are_classes_unless_told() -> None:
+    y = torch.tensor([3.0, -1.0, 0.0, 2.0])
+    assert prepare(graph(y=y))[0].y.tolist() == [3, -1, 0, 2]
+    assert prepare(graph(y=y), float_labels=True)[0].y.tolist() == [[3.0], [-1.0], [0.0], [2.0]]
+    with pytest.raises(InputError, match=r"y: torch.int64, but numbers to predict are floats; .*NodeClassifier"):
+        prepare(graph(y=y.long()), float_labels=True)
+    with pytest.raises(InputError, match=r"num_classes: labels are numbers to predict \(float_labels\), not classes"):
+        prepare(graph(y=y), float_labels=True, num_classes=4)
 
 
 def test_split_is_drawn_where_there_is_none() -> None:

@@ -172,7 +172,7 @@ def test_values_that_are_not_finite_are_found_by_check(
 
 def test_label_matrices_and_values_beyond_float32_are_found_by_check(tmp_path: Path) -> None:
     data = random_graph(40, 120)
-    data.y = (torch.arange(80) % 2).float().reshape(40, 2)
+    data.y, data.num_classes = (torch.arange(80) % 2).float().reshape(40, 2), 2
     data.x = data.x.double()
     options: dict[str, Any] = {"num_parts": 1, "method": "given", "arguments": {}}
     write_store(data, np.zeros(40, dtype=np.int64), tmp_path / "store", **options)
