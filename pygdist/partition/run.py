@@ -26,6 +26,7 @@ from pygdist.graph.streams.progress import enter_stage
 from pygdist.memory.mapped import new_array
 from pygdist.partition.base import Assignment, Partitioner, resolve_partitioner
 from pygdist.partition.metrics import PartitionMetrics, measure
+from pygdist.partition.own_code import own_code
 from pygdist.partition.sizing import DeviceMemory, GraphBytes, surroundings
 from pygdist.partition.vertex_cut import EdgePartitioner, edge_partitioner_names
 
@@ -73,6 +74,7 @@ def cached_store(
         "num_parts": vars(num_parts) if isinstance(num_parts, DeviceMemory) else num_parts,
         "num_classes": num_classes,
         "placement": [placement, num_hops],
+        **_of_main(chosen),
     }
     folder = cache / store_key(content := content_of(data), key)
     if not (folder / "meta.json").is_file():  # stores appear when they are complete
@@ -154,6 +156,11 @@ def default_partitioner(placement: str) -> str:
     return "libra" if content.splits_nodes else "hash" if content.splits_features else "chunk"
 
 
+def _of_main(partitioner: Partitioner) -> dict[str, str]:
+    """Return the entry that tells versions of a class of ``__main__`` apart: stores of the one before are not its own."""
+    return {"code": code} if (code := own_code(type(partitioner))) else {}
+
+
 def _build(job: _Job, graph: GraphFiles | WholeGraph, folder: str | Path, place: Path) -> dict[str, Any]:
     entries = job.run(graph, place)
     log.info("wrote %d parts to %s", entries.get("num_parts", job.num_parts), folder)
@@ -193,6 +200,7 @@ class _Job:
             "placement": self.placement.name,
             "method": self.partitioner.name or f"{kind.__module__}.{kind.__qualname__}",
             "arguments": self.partitioner.arguments(),
+            **_of_main(self.partitioner),
             **({"device_memory": vars(size)} if isinstance(size, DeviceMemory) else {"num_parts": int(size)}),
         }
 

@@ -75,6 +75,7 @@ from pygdist.graph.sources.edges import note_on_merged
 from pygdist.graph.sources.prepare import fingerprint as content_of
 from pygdist.graph.sources.whole import WholeGraph
 from pygdist.graph.store.part_files import open_array, placement_of, write_parts
+from pygdist.graph.store.shown import StoreMeta
 from pygdist.graph.store.structure import check_arrays, check_meta
 from pygdist.graph.streams.folder import write_once
 from pygdist.memory.machine import peak_rss_bytes
@@ -156,7 +157,7 @@ def build_store(
     build: Callable[[Path], Mapping[str, Any]],
     *,
     overwrite: bool = False,
-) -> dict[str, Any]:
+) -> StoreMeta:
     """Write a store, unless it exists already, and return the content of its ``meta.json``.
 
     Args:
@@ -177,7 +178,7 @@ def build_store(
         return meta | {"crc32": _checksum(meta)}
 
     existing = partial(_existing, folder, wanted)
-    return write_once(folder, "meta.json", existing, write, kind="a store of pygdist", overwrite=overwrite)
+    return StoreMeta(write_once(folder, "meta.json", existing, write, kind="a store of pygdist", overwrite=overwrite))
 
 
 def write_graph(
@@ -235,7 +236,7 @@ def check_part(part: NDArray[Any], num_nodes: int, num_parts: int) -> NDArray[np
     return np.ascontiguousarray(part, dtype=np.int32)
 
 
-def read_meta(folder: str | Path) -> dict[str, Any]:
+def read_meta(folder: str | Path) -> StoreMeta:
     """Read ``meta.json`` of a store.
 
     Raises:
@@ -262,7 +263,7 @@ def read_meta(folder: str | Path) -> dict[str, Any]:
     if meta.get("crc32") != checksum:
         raise InputError(f"{path}: is corrupted (its checksum does not match); partition the graph again")
     check_meta(meta, path)
-    return meta
+    return StoreMeta(meta)
 
 
 def open_part(
