@@ -20,8 +20,12 @@ def join(store: dist.Store | None = None) -> bool:
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing and store is None:
         raise InputError(f"WORLD_SIZE is set, but {', '.join(missing)} is not: start the script by torchrun")
-    place = {} if store is None else {"rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
-    dist.init_process_group("cpu:gloo,cuda:nccl" if has_own_gpus() else "gloo", store=store, **place)
+    kind = "cpu:gloo,cuda:nccl" if has_own_gpus() else "gloo"
+    if store is None:
+        dist.init_process_group(kind)
+    else:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(kind, store=store, rank=rank, world_size=world_size)
     return True
 
 

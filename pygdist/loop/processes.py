@@ -274,9 +274,14 @@ def _answer(call: bytes) -> bytes:
     """Return the pickled result of a call, or its :class:`Failure`; the latter also where pickling fails."""
     try:
         function, args = pickle.loads(call)
-        whole: bytes = pickler.dumps(("answer", function(*args)))
+        result = function(*args)
     except BaseException as error:  # the caller is told of KeyboardInterrupt and SystemExit too
-        whole = pickle.dumps(("answer", _failure(error)))
+        return pickle.dumps(("answer", _failure(error)))
+    try:
+        whole: bytes = pickler.dumps(("answer", result))
+    except Exception as error:
+        line = traceback.format_exception_only(error)[-1].strip()
+        whole = pickle.dumps(("answer", Failure(f"the result cannot be sent from this process ({line})", line)))
     return whole
 
 

@@ -59,8 +59,8 @@ class Worker:
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
-            f"the worker keeps no '{name}': run the cell that sets it. Workers that were closed, interrupted, or failed "
-            "on one rank alone have started anew"
+            f"the worker keeps no '{name}': run the cell that sets it. Workers that were closed, were interrupted, or "
+            "failed on one rank alone have started anew"
         )
 
 
@@ -74,8 +74,8 @@ class Workers:
     Args:
         num_ranks: Number of processes.
         num_threads: Threads of each process; by default those of this process are divided among them.
-        timeout_s: Seconds without an answer or a printed line after which the processes count as hung and are killed; any
-            number by default.
+        timeout_s: Seconds without an answer or a printed line after which the processes count as hung and are killed;
+            any number by default.
 
     Raises:
         InputError: If ``cloudpickle`` is not installed, by which functions and classes of a notebook travel.
@@ -161,7 +161,9 @@ class Workers:
         if (failed := first_failure(answers)) is None:
             return answers
         rank, failure = failed
-        alike = all(isinstance(one, Failure) and one.trace == failure.trace for one in answers)
+        # mistakes are raised by all ranks or none, though ranks that are told of one raise it elsewhere
+        same = (lambda one: one.line) if failure.kind == "mistake" else (lambda one: one.trace)
+        alike = all(isinstance(one, Failure) and same(one) == same(failure) for one in answers)
         if not alike or failure.kind in ("refused", "ended", "late"):
             self.close()
         if failure.kind == "refused":

@@ -40,8 +40,8 @@ class PartitionMetrics:
 
     def __repr__(self) -> str:
         return (
-            f"PartitionMetrics({self.num_parts} parts: {int(self.num_nodes.sum()):,} nodes, {int(self.rows.sum()):,} rows "
-            f"per hop, replication factor {self.replication_factor:.3g})"
+            f"PartitionMetrics({self.num_parts} parts: {int(self.num_nodes.sum()):,} nodes, "
+            f"{int(self.rows.sum()):,} rows per hop, replication factor {self.replication_factor:.3g})"
         )
 
     def _repr_html_(self) -> str:

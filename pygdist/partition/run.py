@@ -157,7 +157,7 @@ def default_partitioner(placement: str) -> str:
 
 
 def _of_main(partitioner: Partitioner) -> dict[str, str]:
-    """Return the entry that tells versions of a class of ``__main__`` apart: stores of the one before are not its own."""
+    """Return the entry that tells versions of a class of ``__main__`` apart, whose name and arguments are equal."""
     return {"code": code} if (code := own_code(type(partitioner))) else {}
 
 
