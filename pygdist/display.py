@@ -18,7 +18,7 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 def card(title: str, figures: Mapping[str, object], *below: str, note: str = "") -> str:
     """Return a card: a title, figures by name, what :func:`bars` and :func:`table` return, and a sentence."""
-    rows = "".join(_row([name, said(value)], "left") for name, value in figures.items())
+    rows = "".join(_row([escape(name), said(value)], "left") for name, value in figures.items())
     said_below = f'<div style="opacity:.75">{escape(note)}</div>' if note else ""
     return (
         f'<div><div style="font-weight:bold;margin-bottom:4px">{escape(title)}</div>'

@@ -161,9 +161,11 @@ class Workers:
         if (failed := first_failure(answers)) is None:
             return answers
         rank, failure = failed
-        # mistakes are raised by all ranks or none, though ranks that are told of one raise it elsewhere
-        same = (lambda one: one.line) if failure.kind == "mistake" else (lambda one: one.trace)
-        alike = all(isinstance(one, Failure) and same(one) == same(failure) for one in answers)
+        # all ranks raise a mistake or none, but those that are told of it raise it elsewhere, with the rank's name
+        alike = all(
+            isinstance(one, Failure) and (one.trace == failure.trace or one.kind == failure.kind == "mistake")
+            for one in answers
+        )
         if not alike or failure.kind in ("refused", "ended", "late"):
             self.close()
         if failure.kind == "refused":
