@@ -20,7 +20,8 @@ from torch_geometric.nn import GCN
 
 import pygdist
 from pygdist.errors import InputError, RefusedError
-from pygdist.loop import Worker, WorkerError, Workers, workers as module
+from pygdist.loop import Worker, WorkerError, Workers
+from pygdist.loop import workers as module
 from tests.lightning.runs import graph as small_graph
 
 pytest.importorskip("cloudpickle")
@@ -97,8 +98,8 @@ def test_functions_and_classes_of_a_notebook_s_cells_travel_both_ways(two: Worke
 
 
 def _print(worker: Worker) -> None:
-    print("so far", end="")
-    print(f": {worker.rank}\nunfinished", end="")  # noqa: T201
+    sys.stdout.write("so far")
+    sys.stderr.write(f": {worker.rank}\nunfinished")
 
 
 def test_lines_that_ranks_print_appear_with_their_number(two: Workers, capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,7 +180,7 @@ def test_a_rank_that_died_between_calls_is_named() -> None:
 
 def test_a_mistake_keeps_its_type_and_its_one_line(two: Workers, tmp_path: Path) -> None:
     two.run(_keep)
-    with pytest.raises(InputError, match="^dataset 'no-such-graph': neither a folder"):
+    with pytest.raises(InputError, match=r"^dataset 'no-such-graph': neither a folder"):
         two.run(_open, "no-such-graph", str(tmp_path))
     assert two.run(_kept) == [0, 1], "all ranks raise it, so none waits"
 
@@ -220,7 +221,7 @@ def test_ranks_that_hang_are_named() -> None:
 
 
 def test_what_cannot_be_sent_is_told(two: Workers) -> None:
-    with pytest.raises(InputError, match="cannot be sent to other processes.*lock"):
+    with pytest.raises(InputError, match=r"cannot be sent to other processes.*lock"):
         two.run(_who, threading.Lock())
     with pytest.raises(WorkerError, match=r"the result cannot be sent from this process \(TypeError.*lock"):
         two.run(_lock)
