@@ -20,7 +20,7 @@ from torch_geometric.nn import GCN
 
 import pygdist
 from pygdist.errors import InputError, RefusedError
-from pygdist.loop import Worker, WorkerError, Workers
+from pygdist.loop import Worker, WorkerError, Workers, processes
 from pygdist.loop import workers as module
 from tests.lightning.runs import graph as small_graph
 
@@ -294,3 +294,15 @@ def test_workers_of_a_script_end_with_it_however_it_ends(tmp_path: Path) -> None
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < until:
         time.sleep(0.1)
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.slow
+def test_workers_where_there_is_a_gpu_import_everything_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_HAS_FORK_SERVER", False)
+    with Workers(2) as workers:
+        assert workers.run(_parent) == [os.getpid()] * 2, "no server between"
+        assert workers.run(_who)[1][:2] == (1, 2)
+
+
+def _parent(worker: Worker) -> int:
+    return os.getppid()
