@@ -27,6 +27,7 @@ from pygdist.errors import InputError, RefusedError
 from pygdist.loop.processes import CAN_SEND_CODE, Failure, RankProcesses, first_failure, job, print_through
 
 _LATE_S = 5.0  # ranks that fail alike do so at about the same time
+_OF_LAUNCHERS = ("SLURM_", "TORCHELASTIC_")  # variables of a job in which the notebook runs, but not its workers
 
 
 class WorkerError(RuntimeError):
@@ -148,7 +149,8 @@ class Workers:
     def _start(self) -> None:
         try:
             self._processes.start(self.num_ranks)
-            store, environment = self._processes.new_store(), dict(os.environ)
+            store = self._processes.new_store()
+            environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)}
             options = self.num_ranks, self.num_threads, store, environment
             jobs = [job(_join, rank, *options) for rank in range(self.num_ranks)]
             self._checked(self._processes.call(jobs, timeout_s=self.timeout_s))

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -249,12 +250,47 @@ def test_workers_that_nobody_holds_end() -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
+def test_variables_reach_workers_but_not_those_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_OPTION", "5")
+    monkeypatch.setenv("SLURM_NTASKS", "1")  # a notebook in a job: its workers are no tasks of it
+    with Workers(2) as workers:
+        seen = workers.run(_variables)
+    assert [one["MY_OPTION"] for one in seen] == ["5", "5"]
+    assert [(one["RANK"], one["LOCAL_RANK"], one["WORLD_SIZE"]) for one in seen] == [("0", "0", "2"), ("1", "1", "2")]
+    assert not any("SLURM_NTASKS" in one for one in seen)
+
+
+def _variables(worker: Worker) -> dict[str, str]:
+    return dict(os.environ)
+
+
 def test_arguments_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="num_ranks is 0, expected at least 1"):
         Workers(0)
     monkeypatch.setattr(module, "CAN_SEND_CODE", False)
     with pytest.raises(InputError, match="cloudpickle, which is not installed; install it: pip install cloudpickle"):
         Workers(2)
+
+
+@pytest.mark.slow
+def test_lightning_s_trainer_runs_in_workers_as_often_as_one_likes(tmp_path: Path) -> None:
+    with Workers(2) as workers:
+        first, second = (workers.run(_fit, str(tmp_path)) for _ in range(2))
+        assert first == second
+        assert first[0] == first[1]
+        assert sum(workers.run(_load, str(tmp_path))) == small_graph().num_nodes, "and own loops after it"
+
+
+def _fit(worker: Worker, folder: str) -> float:
+    torch.manual_seed(0)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=worker.num_ranks, strategy="graph_ddp", max_epochs=2, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    module = pygdist.NodeClassifier(GCN(12, 8, num_layers=2, out_channels=4))
+    trainer.fit(module, datamodule=pygdist.GraphDataModule(small_graph(), cache_dir=folder))
+    assert trainer.world_size == 2
+    return float(trainer.callback_metrics["train_loss"])
 
 
 _SCRIPT = """
