@@ -14,8 +14,7 @@ import torch
 import pygdist
 from pygdist import GraphDataModule, Shard
 from pygdist.display import bars, card, said, said_bytes, table
-from pygdist.graph import read_meta, write_store
-from pygdist.graph.store.shown import StoreMeta
+from pygdist.graph import StoreMeta, read_meta, write_store
 from pygdist.partition import PartitionMetrics, partition_graph
 from tests.lightning.runs import graph as small_graph
 

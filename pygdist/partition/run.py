@@ -17,7 +17,17 @@ from numpy.typing import NDArray
 from torch_geometric.data import Data
 
 from pygdist.errors import InputError
-from pygdist.graph import EdgeStream, GraphFiles, Progress, WholeGraph, build_store, check_part, store_key, write_graph
+from pygdist.graph import (
+    EdgeStream,
+    GraphFiles,
+    Progress,
+    StoreMeta,
+    WholeGraph,
+    build_store,
+    check_part,
+    store_key,
+    write_graph,
+)
 from pygdist.graph import fingerprint as content_of
 from pygdist.graph.sources.prepare import tell
 from pygdist.graph.store.nodes import Placement
@@ -99,7 +109,7 @@ def partition_graph(
     overwrite: bool = False,
     progress: Progress | None = None,
     **args: Any,
-) -> dict[str, Any]:
+) -> StoreMeta:
     """Partition a graph and write its store; a finished store of the same graph and arguments is left as it is.
 
     Args:
@@ -123,7 +133,8 @@ def partition_graph(
         **args: Arguments of the partitioner.
 
     Returns:
-        The contents of ``meta.json``, with ``seconds`` and ``edges_per_second`` of the assignment.
+        The contents of ``meta.json``, with ``seconds`` and ``edges_per_second`` of the assignment; a notebook shows it
+        as a table with a plot.
 
     Raises:
         InputError: If the partitioner is unknown or cannot divide the graph so, ``num_hops`` does not fit

@@ -101,7 +101,7 @@ def write_store(
     placement: str | None = None,
     edge_part: NDArray[Any] | None = None,
     overwrite: bool = False,
-) -> dict[str, Any]:
+) -> StoreMeta:
     """Cut a graph by the owner of its nodes and write one folder per part.
 
     Args:
