@@ -18,6 +18,7 @@ ROOMS = [
     "bounded_yaml",
     "signals",
     "registry",
+    "display",
     "memory",
     "checkpoints",
     "comm",

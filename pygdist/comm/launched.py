@@ -10,14 +10,22 @@ import torch.distributed as dist
 from pygdist.errors import InputError
 
 
-def join() -> bool:
-    """Join the other processes that ``torchrun`` has started; return false if there are none, or it was done."""
+def join(store: dist.Store | None = None) -> bool:
+    """Join the other processes of the variables; return false if there are none, or it was done.
+
+    They meet in ``store``, by default that of ``torchrun``.
+    """
     if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return False
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if missing:
+    if missing and store is None:
         raise InputError(f"WORLD_SIZE is set, but {', '.join(missing)} is not: start the script by torchrun")
-    dist.init_process_group("cpu:gloo,cuda:nccl" if has_own_gpus() else "gloo")
+    kind = "cpu:gloo,cuda:nccl" if has_own_gpus() else "gloo"
+    if store is None:
+        dist.init_process_group(kind)
+    else:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(kind, store=store, rank=rank, world_size=world_size)
     return True
 
 

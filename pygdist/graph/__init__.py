@@ -17,6 +17,7 @@ from pygdist.graph.sources.npy import load_npy, save_npy
 from pygdist.graph.sources.prepare import fingerprint, prepare
 from pygdist.graph.sources.whole import WholeGraph
 from pygdist.graph.store.meta import build_store, check_part, open_part, read_meta, store_key, write_graph, write_store
+from pygdist.graph.store.shown import StoreMeta
 from pygdist.graph.streams.edge_file import EdgeFile, EdgeWriter
 from pygdist.graph.streams.progress import Progress
 from pygdist.graph.streams.stream import EdgeSource, EdgeStream
@@ -24,8 +25,8 @@ from pygdist.graph.surroundings import Surroundings
 
 __all__ = [
     "PUBLISHED", "Adjacency", "EdgeFile", "EdgeGenerator", "EdgeSource", "EdgeStream", "EdgeWriter", "GraphFiles",
-    "Progress", "Shard", "Surroundings", "WholeGraph", "as_homogeneous", "build_store", "check", "check_part",
-    "corrupted_sources", "degree_corrected_sbm", "fingerprint", "hold_out", "known_pairs", "load_graph",
+    "Progress", "Shard", "StoreMeta", "Surroundings", "WholeGraph", "as_homogeneous", "build_store", "check",
+    "check_part", "corrupted_sources", "degree_corrected_sbm", "fingerprint", "hold_out", "known_pairs", "load_graph",
     "load_hetero", "load_npy", "open_part", "power_law", "prepare", "read_description", "read_meta",
     "register_generator", "save_npy", "store_key", "supervised", "write_generated", "write_graph", "write_store",
 ]  # fmt: skip

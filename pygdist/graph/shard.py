@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pygdist.comm import ExchangePlan
+from pygdist.display import bars, card, said_bytes
 from pygdist.graph.adjacency import Adjacency
 from pygdist.graph.check import EDGE_FIELDS, MASKS
 from pygdist.graph.clones import Clones
@@ -109,6 +110,38 @@ class Shard:
             f"Shard({self.rank} of {self.num_parts}: {self.num_owned} nodes, {self.num_halo} halo rows, "
             f"{self.adjacency.size(1)} edges)"
         )
+
+    def _repr_html_(self) -> str:
+        return self.shown(f"Part {self.rank} of {self.num_parts}")
+
+    def shown(self, title: str, **more: object) -> str:
+        """Return a card for notebooks; no value of a node or edge is read for it.
+
+        Args:
+            title: Title of the card.
+            **more: Further figures, by name.
+        """
+        counts = (f"{count:,} {name.removesuffix('_mask')}" for name, count in self.counts.items())
+        figures = {
+            "nodes": f"{self.num_owned:,} of {self.num_nodes:,}",
+            "halo rows": self.num_halo,
+            "edges": f"{self.adjacency.csr().num_entries:,} of {self.num_edges:,}",
+            "features": self.x.size(1),
+            "classes": self.num_classes,
+            "labelled in the graph": ", ".join(counts),
+            "device": str(self.x.device),
+            "size": said_bytes(self._num_bytes()),
+        }
+        plot = bars({"rows sent": self.plan.send_counts, "rows received": self.plan.recv_counts}, each="other part")
+        return card(title, figures | more, plot)
+
+    def _num_bytes(self) -> int:
+        """Return the bytes of all fields, in memory or mapped; memory that fields share counts once."""
+        csr = self.adjacency.csr()
+        around = () if self.surroundings is None else vars(self.surroundings).values()
+        tensors = [value for value in (*vars(self).values(), *around) if is_plain(value)]
+        storages = (tensor.untyped_storage() for tensor in (*tensors, csr.indptr, csr.index))
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     @property
     def num_halo(self) -> int:

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from pygdist.backends import Abilities, Backend
 from pygdist.backends.base import names_of
+from pygdist.display import card
 from pygdist.errors import InputError
 from pygdist.graph import Shard, hold_out, load_graph, prepare, read_meta
 from pygdist.graph.check import EDGE_FIELDS
@@ -142,6 +143,34 @@ class GraphDataModule(OfLightning, pl.LightningDataModule):
         self._parts: list[int] = []
         self._precomputed: Precomputed | None = None  # for mini-batches, if the rank has several parts
         self._sampled: StepLoader | None = None  # whose thread runs
+
+    def __repr__(self) -> str:
+        try:
+            meta = self.meta if self._folder is not None else None
+        except InputError as error:  # the store is gone, or damaged
+            return f"GraphDataModule({error})"
+        if meta is None:
+            name = self.dataset if isinstance(self.dataset, str) else type(self.dataset).__name__
+            return f"GraphDataModule({name}; not prepared yet)"
+        return f"GraphDataModule({self.summary().splitlines()[0]}, {meta['num_parts']} parts by {meta['method']})"
+
+    __str__ = __repr__  # Lightning's lists data loaders
+
+    def _repr_html_(self) -> str:
+        try:
+            if self._folder is not None:
+                return read_meta(self.folder)._repr_html_()
+        except InputError as error:
+            return card("GraphDataModule", {}, note=str(error))
+        graph = self.dataset
+        sizes = {} if isinstance(graph, str) else {"nodes": graph.num_nodes, "edges": graph.num_edges}
+        figures = {
+            "dataset": graph if isinstance(graph, str) else type(graph).__name__,
+            **{name: value for name, value in {**self.dataset_args, **sizes}.items() if value is not None},
+            "partitioner": self.partitioner or "that of the backend",
+            "parts": self.num_parts or "one for each rank",
+        }
+        return card("GraphDataModule", figures, note="Not prepared yet: trainer.fit() or prepare_data() partitions it.")
 
     @property
     def shard(self) -> Shard:

@@ -119,6 +119,7 @@ class OpenGraph:
         num_nodes: Nodes of the whole graph.
         num_features, num_classes: Of the whole graph.
         rank, num_ranks: This process, and the number of all.
+        meter: Counts the bytes that this process sends, and the seconds that it waits, since ``meter.reset()``.
         device: Where the part is.
     """
 
@@ -129,12 +130,16 @@ class OpenGraph:
         self.edge_weight, self.edge_attr, self.edge_type = shard.edge_weight, shard.edge_attr, shard.edge_type
         self.n_id, self.num_nodes, self.num_classes = shard.owned_id, shard.num_nodes, shard.num_classes
         self.num_features, self.device = shard.x.size(1), shard.x.device
-        self.rank, self.num_ranks = communicator.rank, communicator.world_size
+        self.rank, self.num_ranks, self.meter = communicator.rank, communicator.world_size, communicator.meter
         self._hook, sys.excepthook = sys.excepthook, self._on_error
 
     def __repr__(self) -> str:
         edges = self.edge_index.size(1)
         return f"OpenGraph({self.rank} of {self.num_ranks}: {len(self.x)} of {self.num_nodes} nodes, {edges} edges)"
+
+    def _repr_html_(self) -> str:
+        title = f"Part of rank {self.rank}, of a graph that {self.num_ranks} processes share"
+        return self._shard.shown(title, backend=self._backend.name or type(self._backend).__name__)
 
     def distribute(self, model: nn.Module) -> nn.Module:
         """Let a model run on the whole graph, in place; every process calls it.

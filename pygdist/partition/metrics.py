@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pygdist.display import bars, card, table
 from pygdist.graph import EdgeStream
 
 _TABLE_BYTES = 1 << 28
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class PartitionMetrics:
     """Measures of a partition of nodes into P parts.
 
@@ -36,6 +37,25 @@ class PartitionMetrics:
     num_train: NDArray[np.int64]
     edge_cut: int
     rows: NDArray[np.int64]
+
+    def __repr__(self) -> str:
+        return (
+            f"PartitionMetrics({self.num_parts} parts: {int(self.num_nodes.sum()):,} nodes, "
+            f"{int(self.rows.sum()):,} rows per hop, replication factor {self.replication_factor:.3g})"
+        )
+
+    def _repr_html_(self) -> str:
+        totals, balance = self.totals(), self.balance
+        figures = {
+            "nodes": totals["num_nodes"],
+            "edges": totals["num_edges"],
+            "edges cut": f"{totals['edge_cut_share']:.1%}",
+            "rows per hop": totals["rows_per_hop"],
+            "replication factor": totals["replication_factor_full"],
+            "largest part": f"{balance['nodes']:.2f} x mean nodes, {balance['edges']:.2f} x mean edges",
+        }
+        plot = bars({"nodes": self.num_nodes.tolist(), "halo rows": self.num_halo.tolist()})
+        return card(f"Partition into {self.num_parts} parts", figures, plot, table(self.summary()))
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> PartitionMetrics:

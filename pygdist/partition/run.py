@@ -17,7 +17,17 @@ from numpy.typing import NDArray
 from torch_geometric.data import Data
 
 from pygdist.errors import InputError
-from pygdist.graph import EdgeStream, GraphFiles, Progress, WholeGraph, build_store, check_part, store_key, write_graph
+from pygdist.graph import (
+    EdgeStream,
+    GraphFiles,
+    Progress,
+    StoreMeta,
+    WholeGraph,
+    build_store,
+    check_part,
+    store_key,
+    write_graph,
+)
 from pygdist.graph import fingerprint as content_of
 from pygdist.graph.sources.prepare import tell
 from pygdist.graph.store.nodes import Placement
@@ -26,6 +36,7 @@ from pygdist.graph.streams.progress import enter_stage
 from pygdist.memory.mapped import new_array
 from pygdist.partition.base import Assignment, Partitioner, resolve_partitioner
 from pygdist.partition.metrics import PartitionMetrics, measure
+from pygdist.partition.own_code import own_code
 from pygdist.partition.sizing import DeviceMemory, GraphBytes, surroundings
 from pygdist.partition.vertex_cut import EdgePartitioner, edge_partitioner_names
 
@@ -73,6 +84,7 @@ def cached_store(
         "num_parts": vars(num_parts) if isinstance(num_parts, DeviceMemory) else num_parts,
         "num_classes": num_classes,
         "placement": [placement, num_hops],
+        **_of_main(chosen),
     }
     folder = cache / store_key(content := content_of(data), key)
     if not (folder / "meta.json").is_file():  # stores appear when they are complete
@@ -97,7 +109,7 @@ def partition_graph(
     overwrite: bool = False,
     progress: Progress | None = None,
     **args: Any,
-) -> dict[str, Any]:
+) -> StoreMeta:
     """Partition a graph and write its store; a finished store of the same graph and arguments is left as it is.
 
     Args:
@@ -121,7 +133,8 @@ def partition_graph(
         **args: Arguments of the partitioner.
 
     Returns:
-        The contents of ``meta.json``, with ``seconds`` and ``edges_per_second`` of the assignment.
+        The contents of ``meta.json``, with ``seconds`` and ``edges_per_second`` of the assignment; a notebook shows it
+        as a table with a plot.
 
     Raises:
         InputError: If the partitioner is unknown or cannot divide the graph so, ``num_hops`` does not fit
@@ -152,6 +165,11 @@ def default_partitioner(placement: str) -> str:
     """Return the name of the partitioner that is used for a placement, if nobody names one."""
     content = PLACEMENTS[placement]
     return "libra" if content.splits_nodes else "hash" if content.splits_features else "chunk"
+
+
+def _of_main(partitioner: Partitioner) -> dict[str, str]:
+    """Return the entry that tells versions of a class of ``__main__`` apart, whose name and arguments are equal."""
+    return {"code": code} if (code := own_code(type(partitioner))) else {}
 
 
 def _build(job: _Job, graph: GraphFiles | WholeGraph, folder: str | Path, place: Path) -> dict[str, Any]:
@@ -193,6 +211,7 @@ class _Job:
             "placement": self.placement.name,
             "method": self.partitioner.name or f"{kind.__module__}.{kind.__qualname__}",
             "arguments": self.partitioner.arguments(),
+            **_of_main(self.partitioner),
             **({"device_memory": vars(size)} if isinstance(size, DeviceMemory) else {"num_parts": int(size)}),
         }
 

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from types import ModuleType
 from typing import Any
 
@@ -105,3 +106,25 @@ def _fill_the_disk(rank: int, world_size: int) -> None:
 
 def test_run_ranks_is_a_pool_for_one_call() -> None:
     assert [total.tolist() for _, total in run_ranks(_sum, 2, torch.zeros(1))] == [[1.0], [1.0]]
+
+
+def test_a_function_of_a_notebook_runs_where_cloudpickle_is_installed(pool: RankPool) -> None:
+    pytest.importorskip("cloudpickle")
+    cell: dict[str, Any] = {"__name__": "__main__"}
+    exec("FACTOR = 3\ndef work(rank, world_size, value):\n    return FACTOR * value + rank", cell)
+    assert pool.run(cell["work"], 2, 10) == [30, 31]
+
+
+def test_an_interrupted_call_leaves_no_answer_to_the_next() -> None:
+    with RankPool(2) as pool:
+        pool.run(_sum, 2, torch.zeros(1))
+        timer = threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT))
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            pool.run(_nap, 2)
+        assert [total.tolist() for _, total in pool.run(_sum, 2, torch.zeros(1))] == [[1.0], [1.0]]
+
+
+def _nap(rank: int, world_size: int) -> str:
+    time.sleep(2.0)
+    return "late"

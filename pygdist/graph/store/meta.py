@@ -77,6 +77,7 @@ from pygdist.graph.sources.edges import note_on_merged
 from pygdist.graph.sources.prepare import fingerprint as content_of
 from pygdist.graph.sources.whole import WholeGraph
 from pygdist.graph.store.part_files import open_array, placement_of, write_parts
+from pygdist.graph.store.shown import StoreMeta
 from pygdist.graph.store.structure import check_arrays, check_meta
 from pygdist.graph.streams.folder import write_once
 from pygdist.memory.machine import peak_rss_bytes
@@ -102,7 +103,7 @@ def write_store(
     placement: str | None = None,
     edge_part: NDArray[Any] | None = None,
     overwrite: bool = False,
-) -> dict[str, Any]:
+) -> StoreMeta:
     """Cut a graph by the owner of its nodes and write one folder per part.
 
     Args:
@@ -158,7 +159,7 @@ def build_store(
     build: Callable[[Path], Mapping[str, Any]],
     *,
     overwrite: bool = False,
-) -> dict[str, Any]:
+) -> StoreMeta:
     """Write a store, unless it exists already, and return the content of its ``meta.json``.
 
     Args:
@@ -179,7 +180,7 @@ def build_store(
         return meta | {"crc32": _checksum(meta)}
 
     existing = partial(_existing, folder, wanted)
-    return write_once(folder, "meta.json", existing, write, kind="a store of pygdist", overwrite=overwrite)
+    return StoreMeta(write_once(folder, "meta.json", existing, write, kind="a store of pygdist", overwrite=overwrite))
 
 
 def write_graph(
@@ -238,7 +239,7 @@ def check_part(part: NDArray[Any], num_nodes: int, num_parts: int) -> NDArray[np
     return np.ascontiguousarray(part, dtype=np.int32)
 
 
-def read_meta(folder: str | Path) -> dict[str, Any]:
+def read_meta(folder: str | Path) -> StoreMeta:
     """Read ``meta.json`` of a store.
 
     Raises:
@@ -265,7 +266,7 @@ def read_meta(folder: str | Path) -> dict[str, Any]:
     if meta.get("crc32") != checksum:
         raise InputError(f"{path}: is corrupted (its checksum does not match); partition the graph again")
     check_meta(meta, path)
-    return meta
+    return StoreMeta(meta)
 
 
 def open_part(

@@ -1,0 +1,256 @@
+"""Ranks for a notebook: processes that start once, run functions of its cells, and keep what these leave with them.
+
+The notebook's own process is never forked and joins no group, so its threads and GPUs stay as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import linecache
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from multiprocessing import connection, parent_process
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from typing_extensions import override
+
+from pygdist import signals
+from pygdist.comm.launched import join, own_device
+from pygdist.errors import InputError, RefusedError
+from pygdist.loop.processes import CAN_SEND_CODE, Failure, RankProcesses, first_failure, job, print_through
+
+_LATE_S = 5.0  # ranks that fail alike do so at about the same time
+_OF_LAUNCHERS = ("SLURM_", "TORCHELASTIC_")  # variables of a job in which the notebook runs, but not its workers
+
+
+class WorkerError(RuntimeError):
+    """A function failed on a rank, or the rank's process ended. The message names the rank and holds its traceback."""
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows: the error of the rank, without the calls in the notebook's process that brought it."""
+        return [f"{type(self).__name__}: {self}"]
+
+
+class Worker:
+    """One rank, as the functions see it that :meth:`Workers.run` calls. Attributes that they set stay.
+
+    Attributes:
+        rank: Number of this rank, from 0.
+        num_ranks: Number of ranks.
+        device: The GPU of this rank, if the machine has as many as ranks; otherwise the CPU.
+    """
+
+    rank: int
+    num_ranks: int
+    device: torch.device
+
+    def __init__(self, rank: int, num_ranks: int) -> None:
+        self.rank, self.num_ranks, self.device = rank, num_ranks, own_device()
+
+    def __repr__(self) -> str:
+        kept = ", ".join(sorted(vars(self).keys() - {"rank", "num_ranks", "device"}))
+        return f"Worker({self.rank} of {self.num_ranks} on {self.device}, keeps {kept or 'nothing yet'})"
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"the worker keeps no '{name}': run the cell that sets it. Workers that were closed, were interrupted, or "
+            "failed on one rank alone have started anew"
+        )
+
+
+class Workers:
+    """Processes of this machine that train on parts of a graph together and last until :meth:`close`.
+
+    They start with the first :meth:`run`. Each holds what functions set on its :class:`Worker`, such as an open graph
+    and a model, so that later cells go on with them. They end with a ``with`` block, with this object, or with the
+    notebook's kernel.
+
+    Args:
+        num_ranks: Number of processes.
+        num_threads: Threads of each process; by default those of this process are divided among them.
+        timeout_s: Seconds without an answer or a printed line after which the processes count as hung and are killed;
+            any number by default.
+
+    Raises:
+        InputError: If ``cloudpickle`` is not installed, by which functions and classes of a notebook travel.
+
+    Example:
+        >>> workers = Workers(2)
+        >>> def load(worker):
+        ...     worker.graph = pygdist.open_graph("sbm")
+        ...     return len(worker.graph.x)
+        >>> workers.run(load)
+        [2500, 2500]
+    """
+
+    def __init__(self, num_ranks: int, *, num_threads: int | None = None, timeout_s: float | None = None) -> None:
+        if not CAN_SEND_CODE:
+            raise InputError(
+                "Workers: functions and classes of a notebook travel by cloudpickle, which is not installed; install "
+                "it: pip install cloudpickle"
+            )
+        if num_ranks < 1:
+            raise InputError(f"Workers: num_ranks is {num_ranks}, expected at least 1")
+        self.num_ranks, self.timeout_s = num_ranks, timeout_s
+        self.num_threads = num_threads or max(1, torch.get_num_threads() // num_ranks)
+        self._processes = RankProcesses(num_ranks, preload=__name__, imports_main=False, late_s=_LATE_S)
+
+    def __repr__(self) -> str:
+        return f"Workers({self.num_ranks} ranks, {'running' if len(self._processes) else 'not started'})"
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call ``function(worker, *args, **kwargs)`` on all ranks at the same time, and wait.
+
+        :func:`~pygdist.open_graph` finds the ranks in it, as under ``torchrun``. What ranks print appears here, with
+        the rank's number.
+
+        Args:
+            function: A function of a cell, a script or a module. It is sent with the values that it uses, as they are
+                now; what it changes in them stays with the rank. ``worker`` is the rank's :class:`Worker`.
+            *args: Further arguments, each rank's own copies.
+            **kwargs: Likewise.
+
+        Returns:
+            The results, in rank order.
+
+        Raises:
+            InputError: If ranks raise one, or something cannot be sent.
+            WorkerError: If the function fails. If all ranks fail alike, in the same line with the same message, they
+                keep what they have. Otherwise, and after an interrupt, they end, as some may wait for others in a call
+                that the others have left; the next call starts new ones.
+            KeyboardInterrupt: If the call is interrupted.
+        """
+        if not len(self._processes):
+            self._start()
+        call = job(_run, _cells(), function, args, kwargs)  # before anything is sent
+        try:
+            answers = self._processes.call([call] * self.num_ranks, timeout_s=self.timeout_s, show=_show)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("the workers were ended; the next call starts new ones") from None
+        return self._checked(answers)
+
+    def close(self) -> None:
+        """End the processes, and with them what they keep. A later :meth:`run` starts new ones."""
+        self._processes.close()
+
+    def _start(self) -> None:
+        try:
+            self._processes.start(self.num_ranks)
+            store = self._processes.new_store()
+            environment = {name: value for name, value in os.environ.items() if not name.startswith(_OF_LAUNCHERS)}
+            options = self.num_ranks, self.num_threads, store, environment
+            jobs = [job(_join, rank, *options) for rank in range(self.num_ranks)]
+            self._checked(self._processes.call(jobs, timeout_s=self.timeout_s))
+        except BaseException:  # no call may find processes that have not joined
+            self.close()
+            raise
+
+    def _checked(self, answers: list[Any]) -> list[Any]:
+        """Return the results of all ranks, or raise the error of the one that failed first."""
+        if (failed := first_failure(answers)) is None:
+            return answers
+        rank, failure = failed
+        # all ranks raise a mistake or none, but those that are told of it raise it elsewhere, with the rank's name
+        alike = all(
+            isinstance(one, Failure) and (one.trace == failure.trace or one.kind == failure.kind == "mistake")
+            for one in answers
+        )
+        if not alike or failure.kind in ("refused", "ended", "late"):
+            self.close()
+        if failure.kind == "refused":
+            raise RefusedError(f"rank {rank}: {failure.line}")
+        if failure.kind == "mistake":
+            raise InputError(failure.line)
+        who = "all ranks" if alike and self.num_ranks > 1 else f"rank {rank} of {self.num_ranks}"
+        raise WorkerError(f"{who}: {failure.line}\n\n{failure.trace}".rstrip())
+
+
+def _show(rank: int, text: str) -> None:
+    sys.stdout.write(f"rank {rank}: {text}\n")
+
+
+def _cells() -> dict[str, Any]:
+    """Return the sources that are in no file, such as a notebook's cells, for the ranks' tracebacks."""
+    return {name: entry for name, entry in linecache.cache.items() if len(entry) == 4 and entry[1] is None}
+
+
+# -- in a rank's process -----------------------------------------------------------------------------------------------
+
+_worker: Worker | None = None
+
+
+def _join(rank: int, num_ranks: int, num_threads: int, store: str, environment: Mapping[str, str]) -> None:
+    """Make this process a rank."""
+    global _worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt of the notebook reaches its whole process group
+    threading.Thread(target=_end_with_parent, daemon=True, name="pygdist-parent").start()
+    os.environ.clear()
+    os.environ.update(environment)
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    if any(name == "lo" for _, name in socket.if_nameindex()):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # ranks of one machine listen to nobody else
+    torch.set_num_threads(num_threads)
+    if num_ranks > 1:
+        join(dist.FileStore(store, num_ranks))
+    _worker = Worker(rank, num_ranks)
+
+
+def _run(
+    cells: Mapping[str, Any], function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Call a function of the notebook."""
+    linecache.cache.update(cells)
+    lines = _Lines()
+    with contextlib.redirect_stdout(lines), contextlib.redirect_stderr(lines):
+        try:
+            return function(_worker, *args, **kwargs)
+        finally:
+            lines.end()
+
+
+def _end_with_parent() -> None:
+    """End this process when the notebook's ends, whatever it does then."""
+    parent = parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    signals.exit_now(1)
+
+
+class _Lines(io.TextIOBase):
+    """Sends whole lines to the notebook, from any thread."""
+
+    def __init__(self) -> None:
+        self._lock, self._rest = threading.Lock(), ""
+
+    @override
+    def writable(self) -> bool:
+        return True
+
+    @override
+    def write(self, text: str) -> int:
+        with self._lock:
+            *lines, self._rest = (self._rest + text).split("\n")
+            for line in lines:
+                print_through(line)
+        return len(text)
+
+    def end(self) -> None:
+        """Send what has no line end yet."""
+        with self._lock:
+            rest, self._rest = self._rest, ""
+            if rest:
+                print_through(rest)
