@@ -271,7 +271,7 @@ def test_a_mistake_is_told_in_one_line(tmp_path: Path) -> None:
 
 
 def test_variables_of_a_launcher_that_lack_some_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "is_initialized", lambda: False)  # Lightning leaves its group to later tests of the process
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)  # Lightning leaves a group to later tests
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(InputError, match=r"WORLD_SIZE is set, but RANK.* not: start the script by torchrun"):
