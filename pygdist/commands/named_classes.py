@@ -126,7 +126,7 @@ def _at(place: Place, arguments: list[str]) -> list[str]:
     settings, others = _taken_out(base, arguments)
     _check_files(place, others)
     value, path = settings.pop(base, None), settings.pop(f"{base}.class_path", None)
-    given = _inline(value or path, place)
+    given = _inline(path if value is None else value, place)
     options = {key.removeprefix(f"{base}.").removeprefix("init_args."): value for key, value in settings.items()}
     if asked := options.pop("help", None):
         return [*others, f"{base}.help={place.path_of(asked) or asked}"]
@@ -134,12 +134,15 @@ def _at(place: Place, arguments: list[str]) -> list[str]:
     of_class = isinstance(in_files, Mapping)  # which the loader gives its path
     if not options and not (given and (of_class or given.startswith("{") or path)):
         return arguments
-    name = given or (in_files.get("class_path") if of_class else in_files) or place.default
+    if given is None and of_class and "class_path" not in in_files:
+        return arguments  # another file names the class
+    in_files = in_files["class_path"] if of_class else in_files
+    name = given if given is not None else in_files or place.default
     if name is None:
         raise InputError(f"{base}.{next(iter(options))}: name the {place.kind} too, as in {base}=NAME")
-    if not given or not given.startswith("{"):
+    if given is None or not given.startswith("{"):
         _check_name(place, str(name), options)
-    if given or not of_class:
+    if given is not None or not of_class:
         path = place.path_of(str(name))
         options = {**({} if path is None else _texts(place.presets(str(name)))), **options}
         others.append(f"{base}={path or name}")  # the class before its options
@@ -167,11 +170,13 @@ def _taken_out(option: str, arguments: list[str]) -> tuple[dict[str, str], list[
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if key == option or key.startswith(f"{option}."):
-            settings[key], awaits_value = value, "" if equals else key
+            others += [awaits_value] if awaits_value else []  # the parser says what is missing
+            awaits_value = "" if equals else key
+            settings |= {key: value} if equals else {}
         elif awaits_value and not argument.startswith("--"):
             settings[awaits_value], awaits_value = argument, ""
         else:
-            others += [awaits_value, argument] if awaits_value else [argument]  # the parser says what is missing
+            others += [awaits_value, argument] if awaits_value else [argument]
             awaits_value = ""
     return settings, others + ([awaits_value] if awaits_value else [])
 

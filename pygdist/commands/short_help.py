@@ -88,7 +88,7 @@ def short_help(command: str, parser: argparse.ArgumentParser, purpose: str, give
 
 def _described(action: argparse.Action, option: str) -> Iterator[str]:
     """Yield the line of an option, and one with the names that it takes, if there are any."""
-    choices = choices_of(action)
+    choices = _choices_of(action)
     notes = ["required"] if action.required else []
     notes += [" or ".join(choices)] if 1 < len(choices) <= _FEW else []
     default = "" if action.required else default_of(action)
@@ -149,8 +149,8 @@ def plain(text: str) -> str:
     return re.sub(r"(?<!\w)\*(\w+)\*(?!\w)", r"\1", text)
 
 
-def choices_of(action: argparse.Action) -> list[str]:
-    """Return the values that an option takes, if they are few and known."""
+def _choices_of(action: argparse.Action) -> list[str]:
+    """Return the values that an option takes, if they are known."""
     if action.choices is not None:
         return [str(choice) for choice in action.choices]
     return list(dict.fromkeys(map(str, _literals(getattr(action, "_typehint", None)))))
@@ -159,7 +159,7 @@ def choices_of(action: argparse.Action) -> list[str]:
 def _literals(hint: Any) -> Iterator[Any]:
     if typing.get_origin(hint) is Literal:
         yield from typing.get_args(hint)
-    elif type(None) in typing.get_args(hint) or typing.get_origin(hint) is not None:
+    else:
         for one in typing.get_args(hint):
             yield from _literals(one)
 

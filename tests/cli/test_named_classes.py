@@ -82,6 +82,18 @@ def test_options_without_a_name_are_those_of_the_default() -> None:
         cli("--data.partitioner.balance=1.5")
 
 
+def test_what_lacks_a_value_or_a_name_is_left_to_the_parser_or_refused() -> None:
+    lacking = with_class_paths(["fit", "--model.backend", "--model.backend.overlap=false"])
+    assert lacking[:2] == ["fit", "--model.backend"]
+    with pytest.raises(InputError, match=r"--model\.backend: unknown backend ''; known are"):
+        with_class_paths(["fit", "--model.backend=", "--model.backend.overlap=false"])
+    Path("more.yaml").write_text("model: {backend: {init_args: {overlap: false}}}")
+    backend = cli(
+        "--config=more.yaml", "--model.backend.cache_ratio=0.3", model={"backend": {"class_path": "hybrid"}}
+    ).model.backend
+    assert (backend.cache_ratio, backend.options.overlap) == (0.3, False)
+
+
 def test_a_name_without_options_stays_a_name() -> None:
     assert cli("--model.backend=hybrid").config.fit.model.backend == "hybrid"
     assert with_class_paths(["fit", "--model.backend", "cache"]) == ["fit", "--model.backend", "cache"]
