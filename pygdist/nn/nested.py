@@ -36,9 +36,9 @@ def each_value(
         values = [each_value(one, kind, change, but=but) for one in value]
         return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        same: Any = copy.copy(value)
+        twin = copy.copy(value)
         for field in dataclasses.fields(value):
             changed = each_value(getattr(value, field.name), kind, change, but=but)
-            object.__setattr__(same, field.name, changed)  # of a frozen one, too
-        return same
+            object.__setattr__(twin, field.name, changed)  # of a frozen one, too
+        return twin
     return value
