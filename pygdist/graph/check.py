@@ -182,14 +182,14 @@ def are_numbers(y: Tensor, float_labels: bool = False) -> bool:
     """Tell if labels are numbers to predict, rather than classes (:func:`check`).
 
     These are floats of which some are not whole, any floats with ``float_labels``, a matrix with entries other than 0
-    and 1, and tensors of more dimensions; but labels are classes if their number is given.
+    and 1, and tensors of more dimensions. Whoever is given the number of classes need not ask.
     """
     if y.dim() > 2 or (float_labels and y.is_floating_point()):
         return True
     if is_multi_label(y):
-        return any(bool(((block != 0) & (block != 1) & (block == block)).any()) for _, block in rows_of(y))
+        return any(bool(((block != 0) & (block != 1) & ~torch.isnan(block)).any()) for _, block in rows_of(y))
     parts = (block for _, block in rows_of(y)) if y.is_floating_point() else ()
-    return any(bool(((block != block.floor()) & (block == block)).any()) for block in parts)
+    return any(bool(((block != block.floor()) & ~torch.isnan(block)).any()) for block in parts)
 
 
 def plain(edge_index: Tensor) -> Tensor:
