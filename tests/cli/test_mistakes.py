@@ -176,7 +176,7 @@ def test_models(command: str, args: list[str], words: list[str], folder: Path) -
 
 def test_tasks(folder: Path) -> None:
     before = files(folder)
-    assert_mistake(pygdist(*FIT, "--task=edges", folder=folder), "--task: 'edges'", "nodes or links")
+    assert_mistake(pygdist(*FIT, "--task=edges", folder=folder), "--task: 'edges'", "nodes or regression or links")
     test = ("test", "--config=run.yaml", "--task=links")
     assert_mistake(pygdist(*test, folder=folder), "no edges are held out for stage 'test'", "edge_split")
     assert files(folder) - {"cache", "runs"} == before
