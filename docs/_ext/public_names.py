@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import sys
 from typing import Any
 
 from docutils.nodes import Element, TextElement
@@ -87,15 +88,17 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode: Te
     if public is not None:
         node["reftarget"], node["reftype"] = public, "obj"
         return env.domains.python_domain.resolve_xref(env, node["refdoc"], app.builder, "obj", public, node, contnode)
-    around = [node.get("py:module"), node.get("py:class")]
-    places = [target, *(".".join(filter(None, [*around[: n + 1], target])) for n in range(len(around)))]
-    return contnode if any(_is_ours(place) for place in places) else None
+    return contnode if _is_ours(target, node.get("py:module") or "", node.get("py:class") or "") else None
 
 
-def _is_ours(name: str) -> bool:
-    """Return True if a name is of pygdist and exists."""
-    if not name.startswith("pygdist."):
-        return False
+def _is_ours(target: str, package: str, cls: str) -> bool:
+    """Return True if a name of pygdist exists: as it stands, in the class, or in a module of the package."""
+    modules = [name for name in sys.modules if f"{name}.".startswith(f"{package}.")] if package else []
+    places = [target, f"{package}.{cls}.{target}", *(f"{module}.{target}" for module in modules)]
+    return any(_exists(place) for place in places if place.startswith("pygdist."))
+
+
+def _exists(name: str) -> bool:
     try:
         pkgutil.resolve_name(name)
     except (AttributeError, ImportError, ValueError):
