@@ -17,12 +17,11 @@ from typing import Any
 from pygdist.commands.messages import Parser
 from pygdist.commands.named_classes import PLACES, Place
 from pygdist.commands.short_help import default_of
-from pygdist.commands.train import PURPOSES, training_parser
+from pygdist.commands.train import PURPOSES, TASKS, training_parser
 
 #: Commands with a page of their own, in the order of ``pygdist --help``.
 COMMANDS = ("generate", "partition", "check", "info", "export", "doctor", "verify", "report")
 TRAINING = ("fit", "validate", "test", "predict")
-_TASKS = ("nodes", "links")
 _GROUPS = {
     "": "Run",
     "model": "Model and backend",
@@ -75,7 +74,7 @@ def _index_page() -> Iterator[str]:
 def _training_page() -> Iterator[str]:
     yield "# pygdist fit, validate, test, predict"
     yield ""
-    parsers = {(command, task): training_parser(command, task) for command in TRAINING for task in _TASKS}
+    parsers = {(command, task): training_parser(command, task) for command in TRAINING for task in TASKS}
     for command in TRAINING:
         yield f"- `pygdist {command}`: {marked_up(PURPOSES[command])}"
     yield ""
@@ -106,8 +105,8 @@ def _takers(which: Iterable[tuple[str, str]]) -> str:
     notes = []
     if len(commands) < len(TRAINING):
         notes.append(f"Only for {' and '.join(f'`{one}`' for one in commands)}.")
-    if len(tasks) < len(_TASKS):
-        notes.append(f"Only with `--task={tasks[0]}`.")
+    if len(tasks) < len(TASKS):
+        notes.append(f"Only with {' or '.join(f'`--task={one}`' for one in tasks)}.")
     return " ".join(notes)
 
 

@@ -25,10 +25,11 @@ _FEW = 5  # choices that are shown
 SHOWN: Mapping[str, tuple[str, ...]] = {
     "Graph": (
         "data.dataset", "data.dataset_args", "data.store", "data.partitioner", "data.split", "data.edge_split",
-        "data.symmetrize", "data.batches", "data.num_parts", "data.cache_dir",
+        "data.symmetrize", "data.float_labels", "data.batches", "data.num_parts", "data.cache_dir",
     ),
     "Model": (
-        "task", "model.model", "model.decoder", "model.class_weights", "model.train_share", "model.hits_at",
+        "task", "model.model", "model.loss", "model.class_weights", "model.decoder", "model.train_share",
+        "model.hits_at",
     ),
     "Backend": ("model.backend", "model.exact_evaluation", "model.check"),
     "Training": (

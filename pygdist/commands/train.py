@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 # Lightning recommends litlogger in every run
 logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda line: "litlogger" not in line.getMessage())
 
-_TASKS = {"nodes": NodeClassifier, "regression": NodeRegressor, "links": LinkPredictor}
+TASKS = {"nodes": NodeClassifier, "regression": NodeRegressor, "links": LinkPredictor}
 _SCORE = "val_acc"
 _NAMES_OF_CHECKPOINTS = ("best", "last", "hpc")
 _STRATEGY = "graph_ddp"  # by default
@@ -177,7 +177,7 @@ class GraphCLI(LightningCLI):
         self._subcommand = arguments[0]
         self._arguments = arguments = with_class_paths(_task_by_class(arguments))
         super().__init__(
-            _TASKS[_task_of(arguments)], GraphDataModule, args=arguments, parser_class=_TrainingParser,
+            TASKS[_task_of(arguments)], GraphDataModule, args=arguments, parser_class=_TrainingParser,
             save_config_kwargs={"overwrite": True}, parser_kwargs=_help_text(arguments[0]), seed_everything_default=0,
             trainer_defaults={
                 "accelerator": "auto", "strategy": _STRATEGY, "devices": 1, "max_epochs": 200, "log_every_n_steps": 1,
@@ -193,7 +193,7 @@ class GraphCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--help-all", action="help", default=argparse.SUPPRESS, help="show all options")
         parser.add_argument(
-            "--task", choices=list(_TASKS), default="nodes",
+            "--task", choices=list(TASKS), default="nodes",
             help="learn the classes of nodes, numbers of nodes (regression), or edges (--data.edge_split holds some out"
             " for evaluation)",
         )  # fmt: skip
@@ -437,14 +437,14 @@ def _mistake_of(error: Exception) -> InputError | None:
 def _task_of(arguments: list[str]) -> str:
     """Return the value of ``--task``, on which the other options depend."""
     task = last_value(arguments, "task") or "nodes"
-    if task not in _TASKS:
-        raise InputError(f"--task: {task!r}, expected {' or '.join(_TASKS)}")
+    if task not in TASKS:
+        raise InputError(f"--task: {task!r}, expected {' or '.join(TASKS)}")
     return str(task)
 
 
 def _task_by_class(arguments: list[str]) -> list[str]:
     """Return a command line on which `--model=LinkPredictor` is `--task=links`."""
-    tasks = {f"--model={cls.__name__}": f"--task={task}" for task, cls in _TASKS.items()}
+    tasks = {f"--model={cls.__name__}": f"--task={task}" for task, cls in TASKS.items()}
     return [tasks.get(argument, argument) for argument in arguments]
 
 

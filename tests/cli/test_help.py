@@ -24,7 +24,7 @@ def options_in(text: str) -> list[str]:
     return re.findall(r"^  --(\S+)", text.partition("\nMore:")[0], re.MULTILINE)
 
 
-@pytest.mark.parametrize("task", ["nodes", "links"])
+@pytest.mark.parametrize("task", ["nodes", "regression", "links"])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_it_fits_two_screens_and_names_no_class_of_the_world(
     command: str, task: str, capsys: pytest.CaptureFixture[str]
@@ -63,7 +63,8 @@ def test_a_given_class_shows_its_options(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_every_option_that_is_shown_is_of_a_parser() -> None:
-    known = {action.dest for task in ("nodes", "links") for action in training_parser("fit", task)._actions}
+    tasks = ("nodes", "regression", "links")
+    known = {action.dest for task in tasks for action in training_parser("fit", task)._actions}
     listed = [option for options in short_help.SHOWN.values() for option in options]
     assert len(listed) == len(set(listed))
     assert set(listed) <= known
@@ -82,7 +83,7 @@ def test_texts_defaults_and_choices_are_those_of_the_parser(
     )
     text = said(capsys, "fit", "--help")
     assert re.search(r"--model\.lr +Learning rate of Adam \(default: 0\.125\)\n", text)
-    assert re.search(r"--task .*\(nodes or links; default: nodes\)\n", text)
+    assert re.search(r"--task .*\(nodes or regression or links; default: nodes\)\n", text)
     assert re.search(r"--model\.model .*\(required\)\n", text)
 
 
