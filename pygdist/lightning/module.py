@@ -423,12 +423,23 @@ def _wrong_values(data: GraphDataModule) -> str:
 class Mean(MeanMetric):
     """A mean in double precision, in which NaN stays NaN: torchmetrics would leave it out, and wait for a GPU to tell.
 
-    torchmetrics forgets the type that was set when a metric is moved: an epoch after a resume would log other digits.
+    torchmetrics forgets the type that was set when a metric is moved: an epoch after a resume would log other digits,
+    and with ``bf16-true`` counts would stop at 256.
     """
 
     def __init__(self) -> None:
         super().__init__(nan_strategy=math.nan)
         self.set_dtype(torch.float64)
+
+    @override
+    def _apply(self, fn: Callable[..., Any], exclude_state: Sequence[str] = "") -> nn.Module:
+        """Move the states, and keep their type."""
+        super()._apply(fn, exclude_state)
+        for name, start in self._defaults.items():
+            self._defaults[name] = start.to(torch.float64) if isinstance(start, Tensor) else start
+            setattr(self, name, getattr(self, name).to(torch.float64))
+        self._dtype = torch.float64
+        return self
 
     @override
     def update(self, value: Tensor, weight: Tensor | float = 1.0) -> None:  # type: ignore[override]

@@ -40,6 +40,7 @@ def open_graph(
     backend: Backend | str = "comm",
     partitioner: Partitioner | str | None = None,
     device: torch.device | str | None = None,
+    float_labels: bool = False,
     cache_dir: str | Path = CACHE,
 ) -> OpenGraph:
     """Return this process's part of a graph, and what a training loop asks of the others.
@@ -57,6 +58,7 @@ def open_graph(
         partitioner: Decides which process owns which node; by default that of the backend.
         device: Device of the part. By default the GPU of this process (``LOCAL_RANK``), if the machine has as many
             GPUs as processes, else the CPU.
+        float_labels: Labels are numbers to predict, even if all are whole; by default whole numbers are classes.
         cache_dir: Folder of the partitioned graphs.
 
     Raises:
@@ -83,7 +85,7 @@ def open_graph(
     shard, error = None, None
     try:
         folder = (
-            _folder(data, runs, partitioner, Path(cache_dir).expanduser(), communicator)
+            _folder(data, runs, partitioner, Path(cache_dir).expanduser(), communicator, float_labels)
             if is_first_of_machine()
             else ""
         )
@@ -112,7 +114,8 @@ class OpenGraph:
     Attributes:
         x: Features of this process's nodes, ``(n, num_features)``.
         edge_index: Edges into these nodes, for the model.
-        y: Their labels, or ``None``; -1 is unlabelled.
+        y: Their labels, or ``None``: classes ``(n,)``, where -1 is unlabelled; 0/1 labels ``(n, C)``; or numbers to
+            predict ``(n, k)``, which is ``(n, 1)`` if each node has one.
         train_mask, val_mask, test_mask: The nodes of each stage, ``(n,)`` bool, or ``None``.
         edge_weight, edge_attr, edge_type: Values of the edges, or ``None``.
         n_id: The nodes' numbers in the graph, ``(n,)``.
@@ -185,7 +188,7 @@ class OpenGraph:
         Args:
             loss: A loss of torch that takes ``reduction``, as a function or a module, or a function that returns the
                 loss of each node. Class weights (``weight`` of a module) count as in torch's mean.
-            output: Output of the model for this process's nodes, ``(n, ...)``.
+            output: Output of the model for its nodes, ``(n, ...)``. It may be ``(n,)`` for labels ``(n, 1)``.
             target: The labels, ``(n, ...)``; nodes with label -1 or NaN do not count.
             mask: The nodes that count, ``(n,)`` bool; all by default.
 
@@ -197,9 +200,11 @@ class OpenGraph:
             raise InputError("mean_loss: the graph has no labels (data.y)")
         every = torch.ones(len(target), dtype=torch.bool, device=target.device) if mask is None else mask
         rows = labelled_rows(target, every)
-        labels = target.index_select(0, rows)
-        values = _by_node(loss)(output.index_select(0, rows), labels)
-        wrong = values.dim() == 0 or values.size(0) != len(rows)
+        labels, outputs = target.index_select(0, rows), output.index_select(0, rows)
+        if labels.shape[1:] == (1,) and outputs.dim() == 1:
+            labels = labels.squeeze(1)  # torch would take each with each
+        values = _by_node(loss)(outputs, labels)
+        wrong = values.shape not in (rows.shape, labels.shape, outputs.shape)
         local, share = values.sum(), 0.0 if wrong else _share(loss, values, labels)
         sums = self._communicator.gather([float(local.detach()), share, float(wrong)]).sum(dim=0)
         if sums[2]:  # on some rank, so all raise
@@ -298,11 +303,12 @@ def _folder(
     partitioner: Partitioner | str | None,
     cache: Path,
     communicator: Communicator,
+    float_labels: bool,
 ) -> Path:
     """Return the folder of the partitioned graph; partition it if it is not there."""
     if isinstance(data, (str, Path)) and (Path(data) / "meta.json").is_file():
         return Path(data).resolve()
-    graph, notes = prepare(load_graph(data))
+    graph, notes = prepare(load_graph(data), float_labels=float_labels)
     if communicator.rank == 0:
         tell(notes)
     return cached_store(

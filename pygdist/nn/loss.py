@@ -81,7 +81,8 @@ def summed_loss(
     backward exchanges.
 
     Args:
-        output: Output of the model for each node, or several of them in a collection.
+        output: Output of the model for each node, or several of them in a collection. Of its tensors, those whose first
+            size is the number of nodes have a row for each; others, and parameters, are passed to ``losses`` whole.
         y: Labels.
         chosen: Nodes to sum over, as a mask, or as :func:`labelled_rows` of one, for which no GPU is waited for.
         weight: Factor on the loss of each node; 1 by default.
@@ -102,10 +103,13 @@ def summed_loss(
             f"{name} returns values of shape {tuple(values.shape)} for {len(rows)} nodes, expected one for each; for "
             "losses of torch use reduction='none'"
         )
-    factor = None if weight is None else weight.index_select(0, rows).to(values.dtype)
-    return values.sum() if factor is None else values @ factor, len(rows)
+    values = values.to(torch.promote_types(values.dtype, torch.float32))  # a sum in half precision overflows
+    if weight is not None:
+        values = values * weight.index_select(0, rows).to(values.dtype)  # autocast would round a product of vectors
+    return values.sum(), len(rows)
 
 
 def _chosen(num_nodes: int, rows: Tensor, value: Tensor) -> Tensor:
-    """Return some rows of a tensor with a row for each node; any other tensor as it is."""
-    return value.index_select(0, rows) if value.dim() and value.size(0) == num_nodes else value
+    """Return some rows of a tensor with a row for each node; any other tensor, and a parameter, as it is."""
+    by_node = value.dim() > 0 and value.size(0) == num_nodes and not (value.is_leaf and value.requires_grad)
+    return value.index_select(0, rows) if by_node else value

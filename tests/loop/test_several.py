@@ -172,6 +172,31 @@ def test_losses_are_torchs_means(pool: RankPool, tmp_path: Path) -> None:
         assert found == pytest.approx([float(one) for one in expected], rel=1e-12)
 
 
+def _prices(whole: bool = False) -> Data:
+    data = _graph()
+    data.y = data.x[:, 0] * 3 + 1
+    return data.update({"y": torch.arange(160) % 5 - 1.0}) if whole else data
+
+
+def _numbers(rank: int, num_ranks: int, folder: str) -> list[float]:
+    graph = open_graph(_prices, cache_dir=folder)
+    steps = open_graph(partial(_prices, whole=True), float_labels=True, cache_dir=folder)
+    return [
+        float(graph.mean_loss(F.mse_loss, graph.x[:, 1], graph.y, graph.train_mask)),
+        float(graph.mean_loss(F.l1_loss, graph.x[:, 1:2], graph.y, graph.train_mask)),
+        float(steps.mean_loss(F.mse_loss, steps.x[:, 1], steps.y, steps.train_mask)),
+    ]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_numbers_are_predicted(pool: RankPool, tmp_path: Path, num_ranks: int) -> None:
+    data, steps = _prices(), _prices(whole=True)
+    out, train = data.x[data.train_mask, 1], data.train_mask
+    expected = [F.mse_loss(out, data.y[train]), F.l1_loss(out, data.y[train]), F.mse_loss(out, steps.y[train].double())]
+    for found in pool.run(_numbers, num_ranks, str(tmp_path)):
+        assert found == pytest.approx([float(one) for one in expected], rel=1e-12)
+
+
 def _refused(rank: int, num_ranks: int, folder: str) -> list[str]:
     said = []
     graph = open_graph(_graph, cache_dir=folder)
@@ -184,6 +209,7 @@ def _refused(rank: int, num_ranks: int, folder: str) -> list[str]:
         lambda: graph.mean_loss(lambda output, y: output[: len(y) - (rank == 1), 0], graph.x[:, :4], graph.y),
         lambda: graph.mean(graph.y, nobody),
         lambda: open_graph(f"{folder}/nothing"),
+        lambda: graph.mean_loss(F.mse_loss, graph.x[:, :1], graph.x[:, 1]),  # torch takes each with each
     ):
         try:
             call()
@@ -194,7 +220,7 @@ def _refused(rank: int, num_ranks: int, folder: str) -> list[str]:
 
 def test_mistakes_are_refused_on_all_ranks(pool: RankPool, tmp_path: Path) -> None:
     for said in pool.run(_refused, 3, str(tmp_path)):
-        assert len(said) == 7
+        assert len(said) == 8
         assert "edge_index" in said[0]
         assert "backend 'replica' does not train on the whole graph; use" in said[1]
         assert "no labels" in said[2]
