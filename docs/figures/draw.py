@@ -119,11 +119,11 @@ _COLOURS = (INK, QUIET, *RANKS)
 # -- three choices -----------------------------------------------------------------------------------------------------
 
 _SYSTEMS = (
-    ("NeutronStar", "chunk: ranges of nodes", "hybrid: compute or fetch", "gradients"),
-    ("NeutronTP", "chunk: ranges of nodes", "tensor: columns, all rows", "gradients"),
-    ("CATGNN", "spring: clusters of nodes", "replica: parts alone", "models"),
-    ("DistGNN", "libra: edges", "delayed: partial sums", "gradients"),
-    ("P3", "hash of node; columns", "pushpull: first-layer sums", "gradients"),
+    ("NeutronStar", "chunk: ranges of nodes", "hybrid: fetch or compute", "averages gradients"),
+    ("NeutronTP", "chunk: ranges of nodes", "tensor: splits columns", "averages gradients"),
+    ("CATGNN", "spring: clusters of nodes", "replica: keeps copies", "averages models"),
+    ("DistGNN", "libra: edges", "delayed: partial sums", "averages gradients"),
+    ("P3", "hash: nodes, columns", "pushpull: sums, not rows", "averages gradients"),
 )
 
 
@@ -150,7 +150,9 @@ def three_choices() -> Figure:
     for rank, x in enumerate((538, 622)):
         figure.box(x, 96, 52, 40, fill=PALE[rank], line=RANKS[rank])
         figure.text(x + 26, 121, "model", size=13)
-        figure.arrow((x + 26, 140), (594 if rank == 0 else 620, 164), colour=RANKS[rank])
+        side = -1 if rank == 0 else 1  # of the middle
+        figure.arrow((606 + side * 50, 140), (606 + side * 28, 164), colour=RANKS[rank])
+        figure.arrow((606 + side * 8, 164), (606 + side * 30, 140), colour=QUIET)
     figure.box(564, 168, 84, 26, fill="#eef1f4", line=QUIET)
     figure.text(606, 186, "average", size=13)
     for number, (system, *choices) in enumerate(_SYSTEMS):
@@ -179,7 +181,7 @@ def _cut_graph(figure: Figure, x: float, y: float) -> None:
 
 def neutronstar() -> Figure:
     """Draw what rank 0 holds and gets for a model of two layers: by comm, by cache, by hybrid."""
-    figure = Figure(478, "NeutronStar: with comm rank 0 fetches halo rows in every hop, with cache it computes them")
+    figure = Figure(536, "NeutronStar: with comm rank 0 fetches halo rows in every hop, with cache it computes them")
     panels: tuple[tuple[str, str, dict[str, Sequence[str]]], ...] = (
         ("comm", "fetches in every hop", {"halo": ("0c", "0d", "1c", "1d"), "replica": ()}),
         ("cache", "computes all itself", {"halo": (), "replica": ("0c", "0d", "0e", "1c", "1d")}),
@@ -187,16 +189,21 @@ def neutronstar() -> Figure:
     )
     for number, (name, what, rows) in enumerate(panels):
         _panel(figure, 14 + number * 234, name, what, rows)
-    figure.row(20, 440, "", 0, width=30)
-    figure.text(57, 456, "own row", anchor="start")
-    figure.row(140, 440, "", 1, kind="halo", width=30)
-    figure.text(177, 456, "halo row", anchor="start")
-    figure.row(262, 440, "", 1, kind="replica", width=30)
-    figure.text(299, 456, "replica", anchor="start")
-    figure.arrow((376, 451), (412, 451), colour=RANKS[1])
-    figure.text(420, 456, "row is fetched", anchor="start")
-    figure.arrow((546, 451), (582, 451), colour=RANKS[0], back=True)
-    figure.text(590, 456, "its gradient", anchor="start")
+    places = {"a": (36, 482), "c": (100, 456), "e": (164, 456), "b": (36, 512), "d": (100, 512)}
+    for one, other in ("ac", "ce", "bd"):
+        figure.arrow(places[one], places[other], colour=QUIET, head=False)
+    for name, place in places.items():
+        figure.dot(*place, name, 0 if name in "ab" else 1, radius=13)
+    figure.row(214, 444, "", 0, width=30)
+    figure.text(252, 460, "own row", anchor="start")
+    figure.row(330, 444, "", 1, kind="halo", width=30)
+    figure.text(368, 460, "halo row", anchor="start")
+    figure.row(214, 474, "", 1, kind="replica", width=30)
+    figure.text(252, 490, "copied features (once), or a row that rank 0 computes again", anchor="start")
+    figure.arrow((212, 515), (246, 515), colour=RANKS[1])
+    figure.text(252, 520, "a row is fetched", anchor="start")
+    figure.arrow((396, 515), (430, 515), colour=RANKS[0], back=True)
+    figure.text(436, 520, "its gradient", anchor="start")
     return figure
 
 
@@ -219,11 +226,17 @@ def _panel(figure: Figure, x: float, name: str, what: str, rows: dict[str, Seque
         fetched = [one for one in rows["halo"] if one[0] == str(stage)]
         if fetched:
             figure.arrow((left + (18 if stage else 26), 336), (left + (18 if stage else 26), 212), colour=RANKS[1])
+        if fetched and not stage:  # their sum is kept
+            figure.text(left + 34, 306, "once", size=13, anchor="start", colour=RANKS[1])
         if fetched and stage:  # features need no gradient
             figure.arrow((left + 38, 212), (left + 38, 336), colour=RANKS[0], back=True)
     figure.text(x + 216, 264, "rank 0", size=13, anchor="end", colour=RANKS[0], bold=True)
     figure.text(x + 216, 356, "rank 1", size=13, anchor="end", colour=RANKS[1], bold=True)
-    note = {"comm": "c and d travel twice", "cache": "no row travels", "hybrid": "only row d travels"}[name]
+    note = {
+        "comm": "each epoch: c and d of layer 1",
+        "cache": "each epoch: no row",
+        "hybrid": "each epoch: d of layer 1",
+    }[name]
     figure.text(x + 112, 416, note, size=13, colour=QUIET)
 
 
@@ -255,17 +268,20 @@ def neutrontp() -> Figure:
     for x, name in ((176, "split"), (422, "gather")):
         figure.arrow((x, 124), (x + 122, 124))
         figure.text(x + 60, 112, name, bold=True, size=15)
-        figure.text(x + 60, 146, "each rank sends", size=13, colour=QUIET)
-        figure.text(x + 60, 163, "each other a block", size=13, colour=QUIET)
+        for place, line in enumerate(("each rank sends", "one block to every", "other rank")):
+            figure.text(x + 60, 144 + place * 16, line, size=13, colour=QUIET)
     figure.text(
         360, 226, "0, 1, 2: the rank that holds this piece of the matrix (nodes × columns)", size=13, colour=QUIET
     )
     figure.box(14, 244, 692, 1, line=LINE)
     _chain(figure, 262, "Coupled model, 2 layers", ("W₁", "⇄", "sum", "⇄", "W₂", "⇄", "sum", "⇄", "loss"))
     _chain(figure, 346, "Decoupled model, 2 layers", ("W₁", "W₂", "⇄", "sum", "sum", "⇄", "loss"))
-    figure.text(24, 446, "blue: on rows", anchor="start", colour=RANKS[0])
-    figure.text(150, 446, "green: on columns", anchor="start", colour=RANKS[2])
-    figure.text(310, 446, "orange: an exchange of all ranks", anchor="start", colour=RANKS[1])
+    figure.box(24, 432, 30, 20, fill="#eef1f4", line=QUIET)
+    figure.text(62, 447, "on rows", anchor="start")
+    figure.box(150, 432, 30, 20, line=QUIET, dashed=True)
+    figure.text(188, 447, "on columns", anchor="start")
+    figure.arrow((300, 442), (352, 442), thick=3)
+    figure.text(362, 447, "an exchange of all ranks", anchor="start")
     return figure
 
 
@@ -275,11 +291,11 @@ def _chain(figure: Figure, y: float, title: str, steps: Sequence[str]) -> None:
     x = 24.0
     for step in steps:
         if step == "⇄":
-            figure.arrow((x, y + 50), (x + 52, y + 50), colour=RANKS[1], thick=3)
+            figure.arrow((x, y + 50), (x + 52, y + 50), thick=3)
             x += 62
             continue
         rows = step != "sum"
-        figure.box(x, y + 32, 66, 36, fill=PALE[0] if rows else PALE[2], line=RANKS[0] if rows else RANKS[2])
+        figure.box(x, y + 32, 66, 36, fill="#eef1f4" if rows else CARD, line=QUIET, dashed=not rows)
         figure.text(x + 33, y + 55, step, bold=True)
         x += 76
     count = 2 * list(steps).count("⇄")
@@ -327,8 +343,8 @@ def catgnn() -> Figure:
     figure.text(360, 407, "by training nodes", size=13, colour=QUIET)
     figure.text(360, 284, "no rows,", colour=QUIET)
     figure.text(360, 302, "no gradients", colour=QUIET)
-    figure.text(18, 410, "once per epoch: each part's", anchor="start", size=13, colour=QUIET)
-    figure.text(18, 428, "model there, the mean back", anchor="start", size=13, colour=QUIET)
+    for place, line in enumerate(("once per epoch,", "each part sends its model", "and gets the mean")):
+        figure.text(18, 394 + place * 17, line, anchor="start", size=13, colour=QUIET)
     return figure
 
 
@@ -354,16 +370,16 @@ def distgnn() -> Figure:
             f'<path d="M{x + 105} 182 V{bend} H{105 if rank == 1 else 128} V184" stroke="{RANKS[rank]}" '
             f'stroke-width="2" fill="none" marker-end="url(#head{_COLOURS.index(RANKS[rank])})"/>'
         )
-    figure.text(244, 236, "up: partial sums", anchor="middle", bold=True)
+    figure.text(244, 262, "1  up: partial sums", anchor="middle", bold=True)
     figure._shapes.append(
         f'<path d="M146 184 V216 H384 V184" stroke="{RANKS[0]}" stroke-width="2" fill="none" '
         f'marker-end="url(#head{_COLOURS.index(RANKS[0])})"/>'
         f'<path d="M384 216 H620 V184" stroke="{RANKS[0]}" stroke-width="2" fill="none" '
         f'marker-end="url(#head{_COLOURS.index(RANKS[0])})"/>'
     )
-    figure.text(508, 236, "down: the total", bold=True, colour=RANKS[0])
-    figure.text(18, 312, "When a sum that is sent in pass e is used", size=17, bold=True, anchor="start")
-    names = (("cd-0", "in the same pass: exact"), ("cd-r", "r passes later"), ("0c", "never"))
+    figure.text(500, 234, "2  down: the total", bold=True, colour=RANKS[0])
+    figure.text(18, 312, "When a sum that is sent in pass t is used", size=17, bold=True, anchor="start")
+    names = (("cd-0", "in the same pass: exact"), ("cd-r", "r passes later"), ("0c", "never: sums stay here"))
     for number, (name, when) in enumerate(names):
         y = 344 + number * 50
         figure.text(18, y + 6, name, bold=True, size=15, anchor="start")
@@ -371,7 +387,7 @@ def distgnn() -> Figure:
         for place in range(7):
             x = 276 + place * 62
             figure.box(x, y - 14, 54, 28, fill="#eef1f4", line=LINE)
-            figure.text(x + 27, y + 5, "e" if place == 0 else f"e+{place}", size=13)
+            figure.text(x + 27, y + 5, "t" if place == 0 else f"t+{place}", size=13)
         if name == "cd-0":
             figure.box(276, y - 14, 54, 28, line=RANKS[0], thick=3)
         elif name == "cd-r":
@@ -381,7 +397,7 @@ def distgnn() -> Figure:
                 f'<path d="M303 {y + 14} C 360 {y + 34}, 560 {y + 34}, {276 + 5 * 62 + 27} {y + 18}" fill="none" '
                 f'stroke="{RANKS[1]}" stroke-width="2" marker-end="url(#head{_COLOURS.index(RANKS[1])})"/>'
             )
-    figure.text(490, 488, "here r = 5; each pass serves one fifth of the split nodes", size=13, colour=QUIET)
+    figure.text(490, 488, "here r = 5; each pass handles one fifth of the split nodes", size=13, colour=QUIET)
     return figure
 
 
@@ -401,13 +417,14 @@ def p3() -> Figure:
                 x + 12 + column * 24, 80, 24, 84, fill=fill, line=RANKS[rank] if column == rank else LINE, radius=2
             )
         figure.lines(x + 96, 98, ("some columns", "of all nodes:", "a term of the", "first layer"), anchor="start")
-    for rank, x in ((1, 330), (2, 564)):
+    figure.arrow((40, 180), (40, 224), colour=RANKS[0])  # the term of its own columns
+    for rank, x, start, up, down in ((1, 330, 70, 202, 250), (2, 564, 84, 214, 266)):
         figure._shapes.append(
-            f'<path d="M70 226 V202 H{x} V180" stroke="{RANKS[0]}" stroke-width="2" fill="none" '
+            f'<path d="M{start} 226 V{up} H{x} V180" stroke="{RANKS[0]}" stroke-width="2" fill="none" '
             f'marker-end="url(#head{_COLOURS.index(RANKS[0])})"/>'
         )
         figure._shapes.append(
-            f'<path d="M{x + 60} 178 V{250} H226" stroke="{RANKS[rank]}" stroke-width="2" fill="none" '
+            f'<path d="M{x + 60} 178 V{down} H226" stroke="{RANKS[rank]}" stroke-width="2" fill="none" '
             f'marker-end="url(#head{_COLOURS.index(RANKS[rank])})"/>'
         )
     figure.text(206, 194, "1  push: the structure", anchor="middle", bold=True, colour=RANKS[0])
@@ -417,8 +434,9 @@ def p3() -> Figure:
     figure.text(120, 272, "computes the other layers", anchor="middle")
     figure.lines(
         470,
-        272,
-        ("backward: the gradient of the sum (D × H)", "goes the same ways, with arrows turned round"),
+        284,
+        ("backward: the gradient of the sum", "goes the same ways, with arrows turned round"),
+        step=15,
         anchor="middle",
         size=13,
         colour=QUIET,
