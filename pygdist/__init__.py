@@ -1,6 +1,6 @@
 """Distributed training of unmodified PyTorch Geometric models on graphs that outgrow one machine.
 
-A layer asks for its neighbours in ``propagate``; a backend decides how they arrive. Each word has one meaning here:
+A layer asks for its neighbours in ``propagate``; a backend decides how they arrive. The words of the code:
 
 ============ ===========================================================================================
 part         A rank's share of the graph; a *shard* is a part in memory, as a backend takes it.
