@@ -158,10 +158,9 @@ def _fail_alone(worker: Worker, how: str) -> None:
     ],
 )
 def test_an_error_of_one_rank_ends_the_others_and_the_next_call_starts_anew(
-    how: str, kind: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
+    how: str, kind: type[Exception], said: str
 ) -> None:
-    monkeypatch.setattr(module, "_LATE_S", 0.5)  # the other waits in a barrier, for ever
-    with Workers(2) as workers:
+    with Workers(2, grace_s=0.5) as workers:  # the other waits in a barrier, for ever
         workers.run(_keep)
         with pytest.raises(kind, match=said):
             workers.run(_fail_alone, how)
@@ -217,7 +216,7 @@ def test_ranks_that_hang_are_named() -> None:
     with Workers(2) as workers:
         workers.run(_who)
         workers.timeout_s = 0.5
-        with pytest.raises(WorkerError, match=r"no answer within 0 s from ranks \[0, 1\](.|\n)*in _sleep"):
+        with pytest.raises(WorkerError, match=r"no answer within 0.5 s from ranks \[0, 1\](.|\n)*in _sleep"):
             workers.run(_sleep)
 
 
