@@ -17,16 +17,19 @@ import sys
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
+from multiprocessing.util import Finalize
 from types import ModuleType, TracebackType
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
-from pygdist.errors import InputError
+from pygdist import signals
+from pygdist.errors import InputError, LostRankError
 from pygdist.memory.limits import refusal_of, require_for_ranks
 from pygdist.memory.scratch import ScratchFolder
 
@@ -40,7 +43,7 @@ CAN_SEND_CODE = pickler is not pickle
 
 _HAS_FORK_SERVER = "forkserver" in multiprocessing.get_all_start_methods()
 _END_S = 5.0  # for the exit code of a process that has closed its pipe
-_LATE = ("LostRankError", "Connection")  # of ranks that lost their neighbour
+_BEFORE_JOIN = 100  # at its end, Python first calls what has a priority from 0 on, then joins child processes
 
 
 @dataclass(frozen=True)
@@ -52,11 +55,14 @@ class Failure:
         trace: The traceback, from the called function on.
         kind: A *mistake* is an :class:`~pygdist.InputError`, *refused* what the machine refused, *ended* the end of the
             process, *late* that others had not answered in time.
+        follows: Says how likely another rank's failure has caused this one: 0, it has its own cause; 1, the process
+            ended with an exit code, as the watchdog ends it; 2, the rank has lost another; 3, it still worked.
     """
 
     line: str
     trace: str
     kind: Literal["error", "mistake", "refused", "ended", "late"] = "error"
+    follows: int = 0
 
 
 class RankProcesses:
@@ -76,7 +82,7 @@ class RankProcesses:
         self._preload, self._imports_main = preload, imports_main
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
-        weakref.finalize(self, _kill, os.getpid(), self._processes, self._pipes)
+        Finalize(self, _kill, args=(self._processes, self._pipes), exitpriority=_BEFORE_JOIN)
         self._meetings = 0
 
     def __len__(self) -> int:
@@ -95,10 +101,11 @@ class RankProcesses:
         context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
         if forks:  # no effect on a server that runs
             context.set_forkserver_preload(["__main__"] * self._imports_main + [self._preload])
-        with contextlib.nullcontext() if self._imports_main else _without_main():
+        with _starting, contextlib.nullcontext() if self._imports_main else _without_main():
             for _ in range(len(self._processes), number):
                 ours, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(theirs, str(self._folder.path)), daemon=True)
+                # not daemonic, as functions may start processes of their own, such as those of a DataLoader
+                process = context.Process(target=_serve, args=(theirs, str(self._folder.path)), daemon=False)
                 process.start()
                 theirs.close()
                 self._processes.append(process)
@@ -139,21 +146,25 @@ class RankProcesses:
     ) -> bool:
         """Take what has arrived; false if nothing has in time, and nothing will."""
         waiting: dict[Any, int] = {self._pipes[rank]: rank for rank in range(number) if rank not in answers}
+        late = sorted(waiting.values())
+        # a process that has ended may have left others, which hold its pipe open
+        waiting |= {self._processes[rank].sentinel: rank for rank in late}
         # once a rank has failed, the others lose their neighbour and say so within seconds
         failed = any(isinstance(one, Failure) for one in answers.values())
         ready = wait(list(waiting), timeout=self._late_s if failed else timeout_s)
         if not ready:
-            late = sorted(waiting.values())
             # they are stopped in the same call
             stacks = "" if failed else "\n".join(f"rank {rank}:\n{self._stacks(rank)}" for rank in late)
             self.close()
-            line = f"no answer within {self._late_s if failed else timeout_s:.0f} s from ranks {late}"
-            answers.update(dict.fromkeys(late, Failure(line, stacks, "late")))
+            line = f"no answer within {self._late_s if failed else timeout_s:g} s from ranks {late}"
+            answers.update(dict.fromkeys(late, Failure(line, stacks, "late", follows=3)))
             return False
-        for pipe in ready:
-            rank = waiting[pipe]
+        for rank in sorted({waiting[one] for one in ready}):
+            pipe = self._pipes[rank]
             try:
-                kind, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                if not pipe.poll():
+                    raise EOFError  # the process has ended, and all that it sent is read
+                kind, value = pickle.loads(pipe.recv_bytes())
             except (EOFError, ConnectionResetError):
                 kind, value = "answer", self._end(rank)
             if kind == "answer":
@@ -164,7 +175,7 @@ class RankProcesses:
 
     def close(self) -> None:
         """Kill all processes; those of the next :meth:`start` are new."""
-        _kill(os.getpid(), self._processes, self._pipes)
+        _kill(self._processes, self._pipes)
 
     def _end(self, rank: int) -> Failure:
         """Say how a rank's process ended, with its stacks where a signal such as SIGSEGV ended it."""
@@ -173,7 +184,8 @@ class RankProcesses:
         path = self._folder.path / str(process.pid)
         stacks = path.read_text() if path.exists() else ""
         hint = "; was there enough memory?" if process.exitcode == -signal.SIGKILL else ""
-        return Failure(f"the process ended (exit code {process.exitcode}){hint}", stacks.rstrip(), "ended")
+        line = f"the process ended (exit code {process.exitcode}){hint}"
+        return Failure(line, stacks.rstrip(), "ended", follows=int((process.exitcode or 0) >= 0))
 
     def _stacks(self, rank: int) -> str:
         """Return the stacks of a rank's threads, as Python sees them."""
@@ -204,21 +216,10 @@ def first_failure(answers: list[Any]) -> tuple[int, Failure] | None:
     failed = [(rank, one) for rank, one in enumerate(answers) if isinstance(one, Failure)]
     if refused := next((pair for pair in failed if pair[1].kind == "refused"), None):
         return refused
-    return min(failed, key=lambda pair: (_follows(pair[1]), pair[0]), default=None)
+    return min(failed, key=lambda pair: (pair[1].follows, pair[0]), default=None)
 
 
-def _follows(failure: Failure) -> int:
-    """Return how likely a failure only follows from that of another rank."""
-    if failure.kind == "late":
-        return 3
-    if any(word in failure.line for word in _LATE):
-        return 2
-    return int(failure.kind == "ended" and "exit code -" not in failure.line)  # the watchdog ends processes with 1
-
-
-def _kill(owner: int, processes: list[Any], pipes: list[Connection]) -> None:
-    if os.getpid() != owner:  # a fork of it, which has copies of these
-        return
+def _kill(processes: list[Any], pipes: list[Connection]) -> None:
     for process in processes:
         process.kill()
         process.join()
@@ -226,6 +227,9 @@ def _kill(owner: int, processes: list[Any], pipes: list[Connection]) -> None:
         pipe.close()
     processes.clear()
     pipes.clear()
+
+
+_starting = threading.Lock()  # the module __main__ is one for all threads
 
 
 @contextlib.contextmanager
@@ -256,6 +260,7 @@ _sending = threading.Lock()
 def _serve(pipe: Connection, folder: str) -> None:
     global _to_caller
     _to_caller = pipe
+    threading.Thread(target=_end_with_parent, daemon=True, name="pygdist-parent").start()
     torch.set_num_threads(1)  # ranks share the cores of one machine
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # the disk is full, or the parent has ended and its folder is gone
@@ -270,6 +275,14 @@ def _serve(pipe: Connection, folder: str) -> None:
                     pipe.send_bytes(answer)
 
 
+def _end_with_parent() -> None:
+    """End this process when the one that started it ends, whatever this one does then."""
+    parent = parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    signals.exit_now(1)
+
+
 def _answer(call: bytes) -> bytes:
     """Return the pickled result of a call, or its :class:`Failure`; the latter also where pickling fails."""
     try:
@@ -280,18 +293,32 @@ def _answer(call: bytes) -> bytes:
     try:
         whole: bytes = pickler.dumps(("answer", result))
     except Exception as error:
-        line = traceback.format_exception_only(error)[-1].strip()
+        line = _line(error)
         whole = pickle.dumps(("answer", Failure(f"the result cannot be sent from this process ({line})", line)))
     return whole
 
 
 def _failure(error: BaseException) -> Failure:
     refused = refusal_of(error)
-    line = traceback.format_exception_only(error)[-1].strip()
     trace = "".join(traceback.format_exception(type(error), error, _of_caller(error.__traceback__))).rstrip()
     if refused is not None:
         return Failure(str(refused), trace, "refused")
-    return Failure(str(error), trace, "mistake") if isinstance(error, InputError) else Failure(line, trace)
+    if isinstance(error, InputError):
+        return Failure(str(error), trace, "mistake")
+    return Failure(_line(error), trace, follows=2 if _has_lost_a_rank(error) else 0)
+
+
+def _line(error: BaseException) -> str:
+    """Return the type and the message of an error, without its notes."""
+    whole: Any = traceback.TracebackException.from_exception(error)
+    whole.__notes__ = None
+    return str(list(whole.format_exception_only())[-1]).strip()
+
+
+def _has_lost_a_rank(error: BaseException) -> bool:
+    """Tell if an error is that of a rank whose neighbour has ended; gloo's are RuntimeErrors that name its files."""
+    lost = isinstance(error, (LostRankError, dist.DistBackendError, dist.DistNetworkError))
+    return lost or (type(error) is RuntimeError and "gloo/transport" in str(error))
 
 
 def _of_caller(trace: TracebackType | None) -> TracebackType | None:

@@ -5,7 +5,6 @@ The notebook's own process is never forked and joins no group, so its threads an
 
 from __future__ import annotations
 
-import contextlib
 import io
 import linecache
 import os
@@ -14,19 +13,16 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from multiprocessing import connection, parent_process
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from typing_extensions import override
 
-from pygdist import signals
 from pygdist.comm.launched import join, own_device
 from pygdist.errors import InputError, RefusedError
 from pygdist.loop.processes import CAN_SEND_CODE, Failure, RankProcesses, first_failure, job, print_through
 
-_LATE_S = 5.0  # ranks that fail alike do so at about the same time
 _OF_LAUNCHERS = ("SLURM_", "TORCHELASTIC_")  # variables of a job in which the notebook runs, but not its workers
 
 
@@ -34,7 +30,7 @@ class WorkerError(RuntimeError):
     """A function failed on a rank, or the rank's process ended. The message names the rank and holds its traceback."""
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows: the error of the rank, without the calls in the notebook's process that brought it."""
+        """IPython calls this to show the error of the rank without the calls in the notebook's process."""
         return [f"{type(self).__name__}: {self}"]
 
 
@@ -77,6 +73,8 @@ class Workers:
         num_threads: Threads of each process; by default those of this process are divided among them.
         timeout_s: Seconds without an answer or a printed line after which the processes count as hung and are killed;
             any number by default.
+        grace_s: Seconds without an answer or a printed line after which the other processes are killed, once a function
+            has failed on one. If all fail alike within this time, they keep what they have.
 
     Raises:
         InputError: If ``cloudpickle`` is not installed, by which functions and classes of a notebook travel.
@@ -90,7 +88,14 @@ class Workers:
         [2500, 2500]
     """
 
-    def __init__(self, num_ranks: int, *, num_threads: int | None = None, timeout_s: float | None = None) -> None:
+    def __init__(
+        self,
+        num_ranks: int,
+        *,
+        num_threads: int | None = None,
+        timeout_s: float | None = None,
+        grace_s: float = 60.0,
+    ) -> None:
         if not CAN_SEND_CODE:
             raise InputError(
                 "Workers: functions and classes of a notebook travel by cloudpickle, which is not installed; install "
@@ -100,7 +105,7 @@ class Workers:
             raise InputError(f"Workers: num_ranks is {num_ranks}, expected at least 1")
         self.num_ranks, self.timeout_s = num_ranks, timeout_s
         self.num_threads = num_threads or max(1, torch.get_num_threads() // num_ranks)
-        self._processes = RankProcesses(num_ranks, preload=__name__, imports_main=False, late_s=_LATE_S)
+        self._processes = RankProcesses(num_ranks, preload=__name__, imports_main=False, late_s=grace_s)
 
     def __repr__(self) -> str:
         return f"Workers({self.num_ranks} ranks, {'running' if len(self._processes) else 'not started'})"
@@ -175,7 +180,13 @@ class Workers:
         if failure.kind == "mistake":
             raise InputError(failure.line)
         who = "all ranks" if alike and self.num_ranks > 1 else f"rank {rank} of {self.num_ranks}"
-        raise WorkerError(f"{who}: {failure.line}\n\n{failure.trace}".rstrip())
+        late = [other for other, one in enumerate(answers) if isinstance(one, Failure) and one.kind == "late"]
+        others = f"\n\nended while still at work: {_ranks(late)}" if late and failure.kind != "late" else ""
+        raise WorkerError(f"{who}: {failure.line}{others}\n\n{failure.trace}".rstrip())
+
+
+def _ranks(numbers: list[int]) -> str:
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
 def _show(rank: int, text: str) -> None:
@@ -196,7 +207,6 @@ def _join(rank: int, num_ranks: int, num_threads: int, store: str, environment: 
     """Make this process a rank."""
     global _worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt of the notebook reaches its whole process group
-    threading.Thread(target=_end_with_parent, daemon=True, name="pygdist-parent").start()
     os.environ.clear()
     os.environ.update(environment)
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
@@ -207,6 +217,13 @@ def _join(rank: int, num_ranks: int, num_threads: int, store: str, environment: 
     if num_ranks > 1:
         join(dist.FileStore(store, num_ranks))
     _worker = Worker(rank, num_ranks)
+    sys.stdout = sys.stderr = _lines  # to the end, as threads may print after a call
+    os.register_at_fork(after_in_child=_print_plainly)
+
+
+def _print_plainly() -> None:
+    """Leave the pipe to the process that forked this one."""
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
 
 
 def _run(
@@ -214,27 +231,18 @@ def _run(
 ) -> Any:
     """Call a function of the notebook."""
     linecache.cache.update(cells)
-    lines = _Lines()
-    with contextlib.redirect_stdout(lines), contextlib.redirect_stderr(lines):
-        try:
-            return function(_worker, *args, **kwargs)
-        finally:
-            lines.end()
-
-
-def _end_with_parent() -> None:
-    """End this process when the notebook's ends, whatever it does then."""
-    parent = parent_process()
-    assert parent is not None
-    connection.wait([parent.sentinel])
-    signals.exit_now(1)
+    try:
+        return function(_worker, *args, **kwargs)
+    finally:
+        _lines.end()
 
 
 class _Lines(io.TextIOBase):
     """Sends whole lines to the notebook, from any thread."""
 
     def __init__(self) -> None:
-        self._lock, self._rest = threading.Lock(), ""
+        self._lock = threading.Lock()
+        self._rests: dict[int, str] = {}  # what has no line end yet, by thread
 
     @override
     def writable(self) -> bool:
@@ -242,15 +250,21 @@ class _Lines(io.TextIOBase):
 
     @override
     def write(self, text: str) -> int:
+        thread = threading.get_ident()
         with self._lock:
-            *lines, self._rest = (self._rest + text).split("\n")
+            *lines, rest = (self._rests.pop(thread, "") + text).split("\n")
+            if rest:
+                self._rests[thread] = rest
             for line in lines:
                 print_through(line)
         return len(text)
 
     def end(self) -> None:
-        """Send what has no line end yet."""
+        """Send what has no line end yet, of this thread and of those that have ended."""
         with self._lock:
-            rest, self._rest = self._rest, ""
-            if rest:
-                print_through(rest)
+            working = {thread.ident for thread in threading.enumerate()} - {threading.get_ident()}
+            for thread in self._rests.keys() - working:
+                print_through(self._rests.pop(thread))
+
+
+_lines = _Lines()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -34,9 +35,9 @@ from pygdist.graph.store.nodes import Placement
 from pygdist.graph.store.part_files import PLACEMENTS, placement_of
 from pygdist.graph.streams.progress import enter_stage
 from pygdist.memory.mapped import new_array
+from pygdist.memory.scratch import ScratchFolder
 from pygdist.partition.base import Assignment, Partitioner, resolve_partitioner
 from pygdist.partition.metrics import PartitionMetrics, measure
-from pygdist.partition.own_code import own_code
 from pygdist.partition.sizing import DeviceMemory, GraphBytes, surroundings
 from pygdist.partition.vertex_cut import EdgePartitioner, edge_partitioner_names
 
@@ -63,6 +64,9 @@ def cached_store(
 ) -> Path:
     """Return the folder of a graph's store in a cache, keyed by content and arguments; write it if it is not there.
 
+    A partitioner whose class is defined in a notebook or script runs each time, and the key has the resulting parts
+    too: nobody can tell from the class if the code that it uses has changed.
+
     Args:
         data: A graph as :func:`pygdist.graph.prepare` returns it.
         notes: Its notes.
@@ -84,14 +88,30 @@ def cached_store(
         "num_parts": vars(num_parts) if isinstance(num_parts, DeviceMemory) else num_parts,
         "num_classes": num_classes,
         "placement": [placement, num_hops],
-        **_of_main(chosen),
     }
-    folder = cache / store_key(content := content_of(data), key)
+    write = partial(
+        partition_graph, data, num_parts=num_parts, partitioner=chosen, notes=notes, num_classes=num_classes,
+        fingerprint=(content := content_of(data)), num_hops=num_hops, placement=placement,
+    )  # fmt: skip
+    if _is_of_main(chosen):
+        return _kept(write, cache, content, key)
+    folder = cache / store_key(content, key)
     if not (folder / "meta.json").is_file():  # stores appear when they are complete
-        partition_graph(
-            data, folder, num_parts=num_parts, partitioner=chosen, notes=notes, num_classes=num_classes,
-            fingerprint=content, num_hops=num_hops, placement=placement,
-        )  # fmt: skip
+        write(folder)
+    return folder
+
+
+def _kept(write: Callable[[Path], StoreMeta], cache: Path, content: str, key: Mapping[str, Any]) -> Path:
+    """Write a store into a cache and return its folder, whose name follows from its parts."""
+    cache.mkdir(parents=True, exist_ok=True)
+    with contextlib.closing(ScratchFolder(cache)) as scratch:
+        meta = write(written := scratch.path / "store")
+        folder = cache / store_key(content, {**key, "parts": meta["parts"]})
+        try:
+            written.rename(folder)
+        except OSError:
+            if not (folder / "meta.json").is_file():  # it is not there already
+                raise
     return folder
 
 
@@ -111,6 +131,9 @@ def partition_graph(
     **args: Any,
 ) -> StoreMeta:
     """Partition a graph and write its store; a finished store of the same graph and arguments is left as it is.
+
+    A partitioner whose class is defined in a notebook or script runs even so, and the finished store must have the
+    same parts.
 
     Args:
         source: A graph as :func:`pygdist.graph.prepare` returns it, a graph in files, which are read as streams, or a
@@ -158,7 +181,11 @@ def partition_graph(
     wanted = job.identity() | {"fingerprint": fingerprint or graph.fingerprint()}
     if isinstance(graph, WholeGraph):
         wanted["num_classes"] = graph.num_classes
-    return build_store(folder, wanted, partial(_build, job, graph, folder), overwrite=overwrite)
+    build = partial(_build, job, graph, folder)
+    if _is_of_main(chosen) and not overwrite and (Path(folder) / "meta.json").is_file():
+        with contextlib.closing(ScratchFolder(Path(folder).absolute().parent)) as scratch:
+            wanted["parts"] = build_store(scratch.path / "store", wanted, build)["parts"]
+    return build_store(folder, wanted, build, overwrite=overwrite)
 
 
 def default_partitioner(placement: str) -> str:
@@ -167,9 +194,9 @@ def default_partitioner(placement: str) -> str:
     return "libra" if content.splits_nodes else "hash" if content.splits_features else "chunk"
 
 
-def _of_main(partitioner: Partitioner) -> dict[str, str]:
-    """Return the entry that tells versions of a class of ``__main__`` apart, whose name and arguments are equal."""
-    return {"code": code} if (code := own_code(type(partitioner))) else {}
+def _is_of_main(partitioner: Partitioner) -> bool:
+    """Tell if a partitioner's class, or one that it derives from, is of a notebook or script, and changes with it."""
+    return any(kind.__module__ in ("__main__", "__mp_main__") for kind in type(partitioner).__mro__)
 
 
 def _build(job: _Job, graph: GraphFiles | WholeGraph, folder: str | Path, place: Path) -> dict[str, Any]:
@@ -211,7 +238,6 @@ class _Job:
             "placement": self.placement.name,
             "method": self.partitioner.name or f"{kind.__module__}.{kind.__qualname__}",
             "arguments": self.partitioner.arguments(),
-            **_of_main(self.partitioner),
             **({"device_memory": vars(size)} if isinstance(size, DeviceMemory) else {"num_parts": int(size)}),
         }
 

@@ -17,10 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 from torch_geometric.nn import GCN
 
 import pygdist
-from pygdist.errors import InputError, RefusedError
+from pygdist.errors import InputError, LostRankError, RefusedError
 from pygdist.loop import Worker, WorkerError, Workers, processes
 from pygdist.loop import workers as module
 from tests.lightning.runs import graph as small_graph
@@ -151,23 +152,128 @@ def _fail_alone(worker: Worker, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "kind", "said"),
     [
-        ("raise", WorkerError, r"^rank 1 of 2: KeyError: 'the reason'\n\nTraceback(.|\n)*in _fail_alone"),
+        (
+            "raise",
+            WorkerError,
+            r"^rank 1 of 2: KeyError: 'the reason'\n\nended while still at work: rank 0\n\nTraceback",
+        ),
         ("killed", WorkerError, r"^rank 1 of 2: the process ended \(exit code -9\); was there enough memory\?"),
         ("exits", WorkerError, r"^rank 1 of 2: SystemExit: 3"),
         ("full", RefusedError, r"^rank 1: /somewhere: No space left on device; make room"),
     ],
 )
 def test_an_error_of_one_rank_ends_the_others_and_the_next_call_starts_anew(
-    how: str, kind: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
+    how: str, kind: type[Exception], said: str
 ) -> None:
-    monkeypatch.setattr(module, "_LATE_S", 0.5)  # the other waits in a barrier, for ever
-    with Workers(2) as workers:
+    with Workers(2, grace_s=0.5) as workers:  # the other waits in a barrier, for ever
         workers.run(_keep)
         with pytest.raises(kind, match=said):
             workers.run(_fail_alone, how)
         with pytest.raises(WorkerError, match="the worker keeps no 'number': run the cell that sets it"):
             workers.run(_kept)
         assert len(workers.run(_who)) == 2
+
+
+def _fail_one_by_one(worker: Worker) -> None:
+    time.sleep(6 * worker.rank)
+    raise KeyError("alike")
+
+
+def test_ranks_that_fail_alike_at_different_times_keep_what_they_have(two: Workers) -> None:
+    two.run(_keep)
+    with pytest.raises(WorkerError, match=r"^all ranks: KeyError: 'alike'"):
+        two.run(_fail_one_by_one)
+    assert two.run(_kept) == [0, 1]
+
+
+def _fail_with_words(worker: Worker, how: str) -> None:
+    if how == "note":
+        error = KeyError("the reason")
+        error.add_note("try something else")
+        raise error
+    if worker.rank == 0:
+        if how == "ends":
+            dist.barrier()
+        raise LostRankError("rank 1 is lost")
+    if how == "ends":
+        os._exit(1)
+    raise ValueError("no Connection to the data")
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes")
+def test_notes_of_an_error_do_not_take_the_place_of_its_message(two: Workers) -> None:
+    with pytest.raises(WorkerError, match=r"^all ranks: KeyError: 'the reason'\n(.|\n)*try something else$"):
+        two.run(_fail_with_words, "note")
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("words", "ValueError: no Connection to the data"), ("ends", r"the process ended \(exit code 1\)")],
+)
+def test_the_rank_is_named_that_the_others_have_lost(how: str, said: str) -> None:
+    with Workers(2) as workers, pytest.raises(WorkerError, match=f"^rank 1 of 2: {said}"):
+        workers.run(_fail_with_words, how)
+
+
+def _load_elsewhere(worker: Worker) -> float:
+    loader = DataLoader(TensorDataset(torch.arange(6.0)), batch_size=2, num_workers=1)
+    return sum(float(batch.sum()) for (batch,) in loader)
+
+
+def test_functions_may_start_processes(two: Workers) -> None:
+    assert two.run(_load_elsewhere) == [15.0, 15.0]
+
+
+def _fork(worker: Worker, ends: bool) -> int:
+    if not (child := os.fork()):
+        sys.stdout.write("printed by no rank\n")
+        time.sleep(0 if ends else 40)
+        os._exit(0)
+    if ends:
+        return os.waitpid(child, 0)[1]
+    os._exit(3)
+
+
+def test_a_forked_process_neither_speaks_for_its_rank_nor_hides_its_end(capfd: pytest.CaptureFixture[str]) -> None:
+    with Workers(1) as workers:
+        assert workers.run(_fork, ends=True) == [0]
+        start = time.monotonic()
+        with pytest.raises(WorkerError, match=r"the process ended \(exit code 3\)"):
+            workers.run(_fork, ends=False)
+        assert time.monotonic() - start < 30
+    assert "rank 0: printed" not in capfd.readouterr().out
+
+
+def _print_later(worker: Worker) -> None:
+    def speak() -> None:
+        time.sleep(0.3)
+        for _ in range(20):
+            sys.stdout.write("one ")
+            time.sleep(0.001)
+            sys.stdout.write("line\n")
+
+    for _ in range(2):
+        threading.Thread(target=speak).start()
+
+
+def test_lines_of_threads_have_a_number_after_the_call_too(two: Workers, capsys: pytest.CaptureFixture[str]) -> None:
+    two.run(_print_later)
+    time.sleep(1.0)
+    two.run(_who)
+    assert sorted(capsys.readouterr().out.splitlines()) == ["rank 0: one line"] * 40 + ["rank 1: one line"] * 40
+
+
+def test_workers_that_start_at_the_same_time_leave_the_script_in_its_place() -> None:
+    main = sys.modules["__main__"]
+    ranks: list[Workers] = [Workers(2) for _ in range(4)]
+    threads = [threading.Thread(target=one._processes.start, args=(2,)) for one in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sys.modules["__main__"] is main
+    for one in ranks:
+        one.close()
 
 
 def test_a_rank_that_died_between_calls_is_named() -> None:
@@ -217,7 +323,7 @@ def test_ranks_that_hang_are_named() -> None:
     with Workers(2) as workers:
         workers.run(_who)
         workers.timeout_s = 0.5
-        with pytest.raises(WorkerError, match=r"no answer within 0 s from ranks \[0, 1\](.|\n)*in _sleep"):
+        with pytest.raises(WorkerError, match=r"no answer within 0.5 s from ranks \[0, 1\](.|\n)*in _sleep"):
             workers.run(_sleep)
 
 
@@ -307,24 +413,27 @@ def work(worker, seconds):
 
 workers.run(work, 0)
 print(len(os.listdir(sys.argv[1])), flush=True)
-workers.run(work, 600)
+if sys.argv[2] == "is killed":
+    workers.run(work, 600)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm_python")
-def test_workers_of_a_script_end_with_it_however_it_ends(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", ["is killed", "ends"])
+def test_workers_of_a_script_end_with_it_however_it_ends(end: str, tmp_path: Path) -> None:
     (tmp_path / "pids").mkdir()
     script = tmp_path / "script.py"
     script.write_text(_SCRIPT)
     process = subprocess.Popen(
-        [sys.executable, str(script), str(tmp_path / "pids")], stdout=subprocess.PIPE, text=True, cwd=tmp_path
+        [sys.executable, str(script), str(tmp_path / "pids"), end], stdout=subprocess.PIPE, text=True, cwd=tmp_path
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "2\n"
-    time.sleep(0.5)  # the next call has begun
-    process.kill()
-    process.communicate()
+    if end == "is killed":
+        time.sleep(0.5)  # the next call has begun
+        process.kill()
+    process.communicate(timeout=60)
     until = time.monotonic() + 20
     pids = [int(path.name) for path in (tmp_path / "pids").iterdir()]
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < until:
