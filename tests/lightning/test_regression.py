@@ -151,6 +151,45 @@ def test_batches_and_parts_are_evaluated_on_the_whole_graph(
         assert -200 < epoch["train_r2"] < 1
 
 
+class Seen(NodeRegressor):
+    """Keeps the targets that its loss gets."""
+
+    def __init__(self, backend: Backend | str) -> None:
+        super().__init__(model(1), backend)
+        self.seen: list[Tensor] = []
+
+    def node_losses(self, out: Any, y: Tensor) -> Tensor:
+        self.seen.append(y.clone())
+        return super().node_losses(out, y)
+
+
+def _seen(rank: int, world_size: int, folder: str, backend: Backend | str, batches: Any) -> list[Tensor]:
+    """The targets that reach the loss in half precision."""
+    module, data = Seen(backend), GraphDataModule(graph(), partitioner="hash", batches=batches, cache_dir=folder)
+    runs.trainer(rank, world_size, folder, precision="bf16-true", max_epochs=1).fit(module, datamodule=data)
+    return module.seen
+
+
+@pytest.mark.parametrize(
+    ("backend", "batches"),
+    [
+        ("comm", None),
+        ("pull", NeighborBatches([4, 4], 16)),
+        ("pushpull", NeighborBatches([4, 4], 16)),
+        (ReplicaBackend(hops=2), NeighborBatches([4, 4], 16)),
+        (ReplicaBackend(hops=2), SaintNodeBatches(20)),
+    ],
+    ids=["whole", "pull", "pushpull", "neighbours", "saint"],
+)
+def test_half_precision_does_not_round_targets(backend: Any, batches: Any, pool: RankPool, tmp_path: Path) -> None:
+    targets = graph().y
+    assert not torch.isin(targets.bfloat16().double(), targets).any(), "rounding changes all"
+    for seen in pool.run(_seen, 2, str(tmp_path), backend, batches):
+        assert sum(len(y) for y in seen) > 20
+        for y in seen:
+            assert torch.isin(y.double(), targets).all()
+
+
 class OneNumber(nn.Module):
     """Returns one number for each node, without a column."""
 
