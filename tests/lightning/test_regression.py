@@ -293,6 +293,18 @@ def test_labels_between_0_and_1_are_learned_if_their_number_is_given(tmp_path: P
     assert history.epochs[-1]["val_loss"] > 0
 
 
+@pytest.mark.parametrize("classes_first", [True, False])
+def test_one_matrix_is_classes_and_numbers_in_one_cache(classes_first: bool, tmp_path: Path) -> None:
+    data, kinds = runs.graph(), [NodeClassifier, NodeRegressor]
+    data.y = torch.randint(0, 2, (160, 3), generator=torch.Generator().manual_seed(1)).float()
+    for kind in kinds if classes_first else reversed(kinds):
+        module = kind(model(3))
+        history, found = runs.History(), GraphDataModule(data, cache_dir=tmp_path)
+        runs.trainer(0, 1, str(tmp_path), callbacks=[history], max_epochs=1).fit(module, datamodule=found)
+        assert found.shard.multi_label == (kind is NodeClassifier)
+        assert ("val_r2" in history.epochs[0]) == (kind is NodeRegressor)
+
+
 def test_whole_numbers_to_predict_are_no_classes(tmp_path: Path) -> None:
     data = runs.graph()
     data.y = data.y.double() - 1  # -1 to 2
