@@ -14,8 +14,10 @@ from pygdist.errors import InputError
 from pygdist.graph import Shard
 from pygdist.lightning.module import Mean
 from pygdist.lightning.node_module import NodeModule, form_of
+from pygdist.nn.inputs import checked_tensor
 from pygdist.nn.loss import Regression, value_losses
 
+_ONE_TENSOR = "override predictions(outputs) to return the one with a column for every target"
 _LEAST_SPREAD = 1e-14  # standard deviation relative to the mean; what is below is rounding of float64
 
 
@@ -135,17 +137,6 @@ class NodeRegressor(NodeModule):
     def best_by(self) -> tuple[str, Literal["min", "max"]]:
         return "val_r2", "max"
 
-    def predictions(self, outputs: Any) -> Tensor:
-        """Return the tensor with a column for every target among the outputs of the model, one row per node.
-
-        Scores and predictions are computed from it; by default, losses too.
-
-        Args:
-            outputs: The output itself, by default; a subclass picks from several.
-        """
-        tensor: Tensor = outputs
-        return tensor
-
     def node_losses(self, out: Any, y: Tensor) -> Tensor:
         r"""Return the loss of each labelled node, averaged over its targets.
 
@@ -174,12 +165,7 @@ class NodeRegressor(NodeModule):
     @override
     def checked(self, outputs: Any) -> Any:
         outputs, y = self.with_columns(outputs), self.shard.y
-        rows = self.predictions(outputs)
-        if not isinstance(rows, Tensor):
-            raise InputError(
-                f"the model returns a {type(rows).__name__}, expected one tensor; override predictions(outputs) to "
-                "return the one with a column for every target"
-            )
+        rows = checked_tensor(self.predictions(outputs), _ONE_TENSOR)
         if y is not None and y.is_floating_point() and rows.shape[1:] != y.shape[1:]:
             raise InputError(
                 f"the model returns {form_of(rows)}, but the targets (y) are {form_of(y)}; set the model's "
