@@ -35,12 +35,14 @@ class R2Score(Metric):
     full_state_update = False
     moments: Tensor
     errors: Tensor
+    num_nodes: Tensor
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.set_dtype(torch.float64)
         self.add_state("moments", torch.zeros(3, width, dtype=torch.float64), dist_reduce_fx=_merged)
         self.add_state("errors", torch.zeros(width, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("num_nodes", torch.tensor(0), dist_reduce_fx="sum")
 
     @property
     @override
@@ -57,6 +59,7 @@ class R2Score(Metric):
         mean = (weights * y).sum(dim=0) / _above_zero(count)
         deviations = (weights * (y - mean).square()).sum(dim=0)
         self.moments = _merged(torch.stack([self.moments, torch.stack([count.expand_as(mean), mean, deviations])]))
+        self.num_nodes = self.num_nodes + len(y)  # weights may sum to less
         self.errors = self.errors + (weights * (y - out).square()).sum(dim=0)
 
     @override
@@ -64,11 +67,11 @@ class R2Score(Metric):
         count, mean, deviations = self.moments
         varies = deviations > count * (_LEAST_SPREAD * mean).square()
         score = torch.where(varies, 1 - self.errors / _above_zero(deviations), (self.errors == 0).to(self.dtype))
-        return torch.where(count < 2, torch.nan, score).mean()
+        return torch.where(self.num_nodes < 2, torch.nan, score).mean()
 
 
 def _merged(moments: Tensor) -> Tensor:
-    """Merge counts, means and summed squared deviations of parts, ``(parts, 3, width)``, by Chan's formula."""
+    """Merge weights, means and summed squared deviations of parts, ``(parts, 3, width)``, by Chan's formula."""
     counts, means, deviations = moments.unbind(dim=1)
     count = counts.sum(dim=0)
     mean = (counts * means).sum(dim=0) / _above_zero(count)
