@@ -22,6 +22,7 @@ MASKS = ("train_mask", "val_mask", "test_mask")
 FEATURES = ("x", "edge_attr")  # integers stay integers: categories, ids, counts
 EDGE_FIELDS = ("edge_weight", "edge_attr", "edge_type")
 NODE_INPUTS = "node_inputs"  # of a prepared graph: names of further tensors of nodes that models take
+LEFT_OUT = "left_out"  # of a prepared graph: names of further tensors of nodes that it had and no model takes
 NOTES = "pygdist_notes"  # of a loaded graph: the list of notes on what was done to it
 FIELDS = ("edge_index", *EDGE_FIELDS, "x", "y", *MASKS)
 _NUMBERS = frozenset(

@@ -240,12 +240,11 @@ class Shard:
     def astype(self, dtype: torch.dtype) -> Shard:
         """Return the shard with features, edge inputs and float labels in ``dtype``, or itself if they are.
 
-        ``columns`` stay in their type, as they lie on disk. Half precision leaves labels as they are: a loss of rounded
-        numbers would be that of others.
+        ``columns`` stay in their type, as they lie on disk. Half precision leaves labels as they are
+        (:func:`~pygdist.graph.surroundings.floats_unlike`).
         """
         around = None if self.surroundings is None else self.surroundings.astype(dtype)
-        labels = ("y",) if dtype.itemsize >= 4 else ()
-        names = floats_unlike(self, ("x", *labels, *EDGE_FIELDS), dtype)
+        names = floats_unlike(self, ("x", "y", *EDGE_FIELDS), dtype)
         floats: dict[str, Any] = {name: self._converted(name, around, dtype) for name in names}
         inputs = {name: one.to(dtype) if one.is_floating_point() else one for name, one in self.node_inputs.items()}
         if any(one is not self.node_inputs[name] for name, one in inputs.items()):

@@ -85,7 +85,11 @@ class Surroundings:
 
 
 def floats_unlike(graph: Any, names: Iterable[str], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return those fields of a graph that are floating point numbers of another type than ``dtype``."""
+    """Return those fields of a graph that are floating point numbers of another type than ``dtype``.
+
+    Labels (``y``) are left out for a half precision: a loss of rounded labels would be the loss of other labels.
+    """
+    names = [name for name in names if name != "y" or dtype.itemsize >= 4]
     values = {name: getattr(graph, name, None) for name in names}
     return {
         name: value

@@ -27,6 +27,8 @@ from torch.optim import Optimizer
 from pygdist.backends import Backend
 from pygdist.backends.base import names_of
 from pygdist.errors import InputError
+from pygdist.graph.sources.whole import OF_NODES
+from pygdist.nn.inputs import names_of_node_inputs
 
 # defaults of options that say how a store is made
 _OF_GRAPHS: dict[str, Any] = {"dataset": "sbm", "dataset_args": {}, "partitioner": None, "partitioner_args": {}}
@@ -200,6 +202,27 @@ def check_node_inputs(names: list[str], backend: Backend) -> None:
             f"model: its forward takes {', '.join(names)}, but backend '{backend.name}' brings x alone for the nodes "
             f"of other parts; make them columns of x, or use backend {able}"
         )
+
+
+def check_left_out(model: nn.Module, meta: Mapping[str, Any], store: Path) -> list[str]:
+    """Refuse a store without a tensor of nodes that the graph had and the model takes: the model would run without.
+
+    Returns:
+        A note if the model may find such a tensor missing in its data (``model(data)``).
+    """
+    left_out, taken = meta.get("left_out", []), names_of_node_inputs(model)
+    if taken is None and left_out:
+        return [
+            f"{store}: the parts lack {', '.join(left_out)}, tensors of nodes that the graph has; if the model reads "
+            f"them of its data, write the parts again with pygdist partition --node_inputs=[{','.join(left_out)}]"
+        ]
+    if missing := [name for name in taken or () if name in left_out]:
+        needed = [name for name in taken or () if name in left_out or f"{OF_NODES}{name}" in meta["dtypes"]]
+        raise InputError(
+            f"{store}: the parts lack {', '.join(missing)}, which the graph has and the model's forward takes; write "
+            f"them again with pygdist partition --node_inputs=[{','.join(needed)}]"
+        )
+    return []
 
 
 def check_sizes(model: nn.Module) -> None:

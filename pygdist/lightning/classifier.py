@@ -99,15 +99,8 @@ class NodeClassifier(NodeModule):
             )
 
     def logits(self, outputs: Any) -> Tensor:
-        """Return the tensor with a column for every class among the outputs of the model, one row per node.
-
-        Scores and predictions are computed from it; by default, losses too.
-
-        Args:
-            outputs: The output itself, by default; a subclass picks from several.
-        """
-        tensor: Tensor = outputs
-        return tensor
+        """Return :meth:`predictions`; a subclass for a model with several outputs picks from these here."""
+        return super().predictions(outputs)
 
     @override
     def predictions(self, outputs: Any) -> Tensor:

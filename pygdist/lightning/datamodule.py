@@ -23,7 +23,15 @@ from pygdist.graph.check import EDGE_FIELDS
 from pygdist.graph.shard import converted, moved
 from pygdist.graph.sources.prepare import tell
 from pygdist.graph.surroundings import floats_unlike
-from pygdist.lightning.checks import RESERVE, check_graph_options, check_splits, expanded, left_unused, read_only_folder
+from pygdist.lightning.checks import (
+    RESERVE,
+    check_graph_options,
+    check_left_out,
+    check_splits,
+    expanded,
+    left_unused,
+    read_only_folder,
+)
 from pygdist.lightning.one_lightning import OfLightning
 from pygdist.lightning.parts import FullGraphLoader, PartBatch, PartLoader, StepLoader, laid_out, stamped
 from pygdist.lightning.precomputed import Precomputed
@@ -197,8 +205,7 @@ class GraphDataModule(OfLightning, pl.LightningDataModule):
         """Return the whole graph, checked and preprocessed, and notes on what was done to it; for one process."""
         data = load_graph(self.dataset, **self.dataset_args)
         float_labels = self.preprocessing["float_labels"] or getattr(self._module, "float_labels", False)
-        model = getattr(self._module, "model", self.model)
-        names = names_of_node_inputs(model) if isinstance(model, nn.Module) else []
+        names = [] if self._model is None else names_of_node_inputs(self._model)
         if names is None and (self._abilities.trains_parts or self._abilities.mini_batches):
             names = []  # not to be had by batches
         return prepare(data, **{**self.preprocessing, "float_labels": float_labels}, node_inputs=names)
@@ -274,6 +281,8 @@ class GraphDataModule(OfLightning, pl.LightningDataModule):
             raise InputError(error)
 
     def _open_store(self) -> None:
+        if self.store is not None and self._model is not None:
+            self._tell(check_left_out(self._model, self.meta, self.store))
         several, world_size = self._abilities.trains_parts, self._world_size
         rank = 0 if self.trainer is None else self.trainer.global_rank
         if several and self.num_parts_in_all < world_size:
@@ -357,9 +366,8 @@ class GraphDataModule(OfLightning, pl.LightningDataModule):
 
     def _fill_in_sizes(self) -> None:
         """Done before callbacks are set up, as those that average weights then copy the model."""
-        model = getattr(self._module, "model", None)
-        if isinstance(model, nn.Module):
-            fill_in_sizes(model, self.shard)
+        if self._module is not None and self._model is not None:
+            fill_in_sizes(self._model, self.shard)
 
     def _num_parts(self) -> int | DeviceMemory:
         world_size, one_each = self._world_size, self.trainer is not None and not self._abilities.trains_parts
@@ -389,6 +397,11 @@ class GraphDataModule(OfLightning, pl.LightningDataModule):
         """The abilities of the model's backend; without a trainer those of ``backend``, or the default ones."""
         backend = getattr(self._module, "backend", self.backend)
         return backend.abilities if isinstance(backend, Backend) else Abilities()
+
+    @property
+    def _model(self) -> nn.Module | None:
+        model = getattr(self._module, "model", self.model)
+        return model if isinstance(model, nn.Module) else None
 
     @property
     def _module(self) -> Any:

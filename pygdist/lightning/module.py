@@ -105,7 +105,7 @@ class GraphModule(OfLightning, pl.LightningModule):
 
     @override
     def configure_callbacks(self) -> Sequence[pl.Callback] | pl.Callback:
-        check_callbacks(self.trainer)  # the first of all hooks, on all ranks
+        check_callbacks(self.trainer)  # the first of all hooks, on all ranks; a subclass may skip it
         return super().configure_callbacks()
 
     @override
@@ -140,6 +140,7 @@ class GraphModule(OfLightning, pl.LightningModule):
 
     def _check(self, data: GraphDataModule) -> None:
         """Refuse what would not train what it seems to."""
+        check_callbacks(self.trainer)
         check_device(self.trainer.strategy.root_device)
         num_parts, world_size = data.num_parts_in_all, self.communicator.world_size
         check_accumulation(self.trainer, several_steps=data.batches is not None or num_parts > world_size)

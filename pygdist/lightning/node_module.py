@@ -33,8 +33,8 @@ _UNLABELLED = "the graph has no labelled nodes for stage '{0}' ({0}_mask)"
 class NodeModule(GraphModule):
     """Minimises the mean loss of labelled nodes over all ranks, and logs it with scores.
 
-    A subclass defines the loss of each node (:meth:`node_losses`), which tensor among the model's outputs is scored and
-    predicted (:meth:`predictions`), and the scores (:meth:`make_scores` and :meth:`update_scores`).
+    A subclass defines the loss of each node (:meth:`node_losses`) and the scores (:meth:`make_scores` and
+    :meth:`update_scores`); for a model with several outputs, also the one that is scored (:meth:`predictions`).
     """
 
     learns_edges: ClassVar[bool | None] = False
@@ -47,9 +47,16 @@ class NodeModule(GraphModule):
     def node_losses(self, out: Any, y: Tensor) -> Tensor:
         """Return the loss of each node, ``(k,)``, from the model's outputs for these nodes and their labels."""
 
-    @abstractmethod
     def predictions(self, outputs: Any) -> Tensor:
-        """Return the tensor that is scored and predicted among the model's outputs; one row per node."""
+        """Return the tensor with a column for every class or target among the outputs of the model, one row per node.
+
+        Scores and predictions are computed from it; by default, losses too.
+
+        Args:
+            outputs: The output itself, by default; a subclass picks from several.
+        """
+        tensor: Tensor = outputs
+        return tensor
 
     @abstractmethod
     def make_scores(self, shard: Shard) -> dict[str, Metric]:
@@ -86,7 +93,7 @@ class NodeModule(GraphModule):
 
     @property
     def weight_key(self) -> tuple[float, ...] | None:
-        """What node weights depend on besides labels; ``None`` if all weights are 1."""
+        """Numbers that, with the labels, determine the weights of nodes; ``None`` if all weights are 1."""
         return None
 
     def weights_of(self, y: Tensor) -> Tensor | None:

@@ -14,8 +14,10 @@ from pygdist.errors import InputError
 from pygdist.graph import Shard
 from pygdist.lightning.module import Mean
 from pygdist.lightning.node_module import NodeModule, form_of
+from pygdist.nn.inputs import checked_tensor
 from pygdist.nn.loss import Regression, value_losses
 
+_ONE_TENSOR = "override predictions(outputs) to return the one with a column for every target"
 _LEAST_SPREAD = 1e-14  # standard deviation relative to the mean; what is below is rounding of float64
 
 
@@ -33,12 +35,14 @@ class R2Score(Metric):
     full_state_update = False
     moments: Tensor
     errors: Tensor
+    num_nodes: Tensor
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.set_dtype(torch.float64)
         self.add_state("moments", torch.zeros(3, width, dtype=torch.float64), dist_reduce_fx=_merged)
         self.add_state("errors", torch.zeros(width, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("num_nodes", torch.tensor(0), dist_reduce_fx="sum")
 
     @property
     @override
@@ -55,6 +59,7 @@ class R2Score(Metric):
         mean = (weights * y).sum(dim=0) / _above_zero(count)
         deviations = (weights * (y - mean).square()).sum(dim=0)
         self.moments = _merged(torch.stack([self.moments, torch.stack([count.expand_as(mean), mean, deviations])]))
+        self.num_nodes = self.num_nodes + len(y)  # weights may sum to less
         self.errors = self.errors + (weights * (y - out).square()).sum(dim=0)
 
     @override
@@ -62,11 +67,11 @@ class R2Score(Metric):
         count, mean, deviations = self.moments
         varies = deviations > count * (_LEAST_SPREAD * mean).square()
         score = torch.where(varies, 1 - self.errors / _above_zero(deviations), (self.errors == 0).to(self.dtype))
-        return torch.where(count < 2, torch.nan, score).mean()
+        return torch.where(self.num_nodes < 2, torch.nan, score).mean()
 
 
 def _merged(moments: Tensor) -> Tensor:
-    """Merge counts, means and summed squared deviations of parts, ``(parts, 3, width)``, by Chan's formula."""
+    """Merge weights, means and summed squared deviations of parts, ``(parts, 3, width)``, by Chan's formula."""
     counts, means, deviations = moments.unbind(dim=1)
     count = counts.sum(dim=0)
     mean = (counts * means).sum(dim=0) / _above_zero(count)
@@ -135,17 +140,6 @@ class NodeRegressor(NodeModule):
     def best_by(self) -> tuple[str, Literal["min", "max"]]:
         return "val_r2", "max"
 
-    def predictions(self, outputs: Any) -> Tensor:
-        """Return the tensor with a column for every target among the outputs of the model, one row per node.
-
-        Scores and predictions are computed from it; by default, losses too.
-
-        Args:
-            outputs: The output itself, by default; a subclass picks from several.
-        """
-        tensor: Tensor = outputs
-        return tensor
-
     def node_losses(self, out: Any, y: Tensor) -> Tensor:
         r"""Return the loss of each labelled node, averaged over its targets.
 
@@ -174,12 +168,7 @@ class NodeRegressor(NodeModule):
     @override
     def checked(self, outputs: Any) -> Any:
         outputs, y = self.with_columns(outputs), self.shard.y
-        rows = self.predictions(outputs)
-        if not isinstance(rows, Tensor):
-            raise InputError(
-                f"the model returns a {type(rows).__name__}, expected one tensor; override predictions(outputs) to "
-                "return the one with a column for every target"
-            )
+        rows = checked_tensor(self.predictions(outputs), _ONE_TENSOR)
         if y is not None and y.is_floating_point() and rows.shape[1:] != y.shape[1:]:
             raise InputError(
                 f"the model returns {form_of(rows)}, but the targets (y) are {form_of(y)}; set the model's "

@@ -149,13 +149,19 @@ def _explain_integers(error: Exception, inputs: Mapping[str, Tensor]) -> None:
         ) from error
 
 
-def checked_rows(out: Any, remedy: str) -> Tensor:
-    """Refuse an output that is not a matrix; ``remedy`` says what to do with several outputs."""
+def checked_tensor(out: Any, remedy: str) -> Tensor:
+    """Refuse an output that is not a tensor; ``remedy`` says what to do with several outputs."""
     if not isinstance(out, Tensor):
         raise InputError(f"the model returns a {type(out).__name__}, expected one tensor; {remedy}")
-    if out.dim() != 2:
-        raise InputError(f"the model returns a tensor of shape {tuple(out.shape)}, expected one row per node")
     return out
+
+
+def checked_rows(out: Any, remedy: str) -> Tensor:
+    """Refuse an output that is not a matrix; ``remedy`` says what to do with several outputs."""
+    if checked_tensor(out, remedy).dim() != 2:
+        raise InputError(f"the model returns a tensor of shape {tuple(out.shape)}, expected one row per node")
+    tensor: Tensor = out
+    return tensor
 
 
 def checked_columns(out: Tensor, *, num_classes: int, multi_label: bool) -> Tensor:

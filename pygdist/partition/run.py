@@ -82,12 +82,15 @@ def cached_store(
         InputError: As :func:`partition_graph`.
     """
     chosen = resolve_partitioner(partitioner or default_partitioner(placement), **(arguments or {}))
+    targets = WholeGraph.from_data(data, num_classes=num_classes).targets
     key = {
         "method": f"{type(chosen).__module__}.{type(chosen).__qualname__}",
         "arguments": chosen.arguments(),
         "num_parts": vars(num_parts) if isinstance(num_parts, DeviceMemory) else num_parts,
         "num_classes": num_classes,
         "placement": [placement, num_hops],
+        # a matrix of 0 and 1 has the same bytes as several labels per node and as numbers to predict
+        **({} if targets is None else {"targets": targets}),
     }
     write = partial(
         partition_graph, data, num_parts=num_parts, partitioner=chosen, notes=notes, num_classes=num_classes,

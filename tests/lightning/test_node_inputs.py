@@ -202,8 +202,66 @@ def test_they_are_verified_and_kept_in_parts_if_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="--node_inputs: the graph has no z"):
         partition(Graph(**{**named, "node_inputs": ["z"]}), Parts(out=tmp_path / "more"))
     partition(Graph(dataset=named["dataset"]), Parts(parts=1, out=tmp_path / "without"))
-    with pytest.raises(InputError, match=r"Points.forward cannot be called .* 'pos'"):
+    with pytest.raises(InputError, match=r"lack pos, kind, .*--node_inputs=\[pos,kind\]"):
         trainer.fit(NodeClassifier(Points()), datamodule=GraphDataModule(store=tmp_path / "without"))
+
+
+class Optional(nn.Module):
+    """Takes places of nodes if there are any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.places, self.conv = nn.Linear(3, 12), GCNConv(12, 4)
+
+    def forward(self, x: Tensor, edge_index: Tensor, pos: Tensor | None = None) -> Tensor:
+        out: Tensor = self.conv(x if pos is None else x + self.places(pos), edge_index)
+        return out
+
+
+class OptionalOfData(Optional):
+    """Finds them in the data."""
+
+    def forward(self, data: Data) -> Tensor:  # type: ignore[override]
+        return super().forward(data.x, data.edge_index, data.pos)
+
+
+def _from_store(rank: int, world_size: int, folder: str, store: str | None) -> list[dict[str, float]] | str:
+    options: dict[str, Any] = {"store": store} if store else {"dataset": graph(), "cache_dir": folder}
+    history = runs.History()
+    try:
+        runs.trainer(rank, world_size, folder, callbacks=[history]).fit(
+            Plain(Optional()), datamodule=GraphDataModule(**options)
+        )
+    except InputError as error:
+        return str(error)
+    return history.epochs
+
+
+def test_a_store_without_a_tensor_that_the_model_may_take_is_refused(pool: RankPool, tmp_path: Path) -> None:
+    for name, node_inputs in (("without", None), ("with", ["pos"])):
+        source = Graph(dataset="tests.lightning.test_node_inputs.graph", node_inputs=node_inputs)
+        partition(source, Parts(parts=2, out=tmp_path / name))
+    for line in pool.run(_from_store, 2, str(tmp_path), str(tmp_path / "without")):
+        assert line == (
+            f"{tmp_path / 'without'}: the parts lack pos, which the graph has and the model's forward takes; write "
+            "them again with pygdist partition --node_inputs=[pos]"
+        )
+    found, expected = (pool.run(_from_store, 2, str(tmp_path), store) for store in (str(tmp_path / "with"), None))
+    assert found == expected
+    assert found[0][-1]["val_loss"] > 0
+
+
+def test_a_model_of_data_is_told_what_a_store_lacks(tmp_path: Path) -> None:
+    source = Graph(dataset="tests.lightning.test_node_inputs.graph", node_inputs=["kind"])
+    meta = partition(source, Parts(parts=1, out=tmp_path / "parts"))
+    assert meta["left_out"] == ["pos"], "not the fields of edges and of the graph"
+    trainer = runs.trainer(0, 1, str(tmp_path), max_epochs=1)
+    with pytest.warns(UserWarning, match=r"lack pos, .* if the model reads them of its data, .*--node_inputs=\[pos\]"):
+        trainer.fit(NodeClassifier(OptionalOfData()), datamodule=GraphDataModule(store=tmp_path / "parts"))
+    trainer.fit(NodeClassifier(runs.model()), datamodule=GraphDataModule(store=tmp_path / "parts"))
+    with pytest.raises(InputError, match="left_out is 'pos', expected a list of names"):
+        check_meta({**meta, "left_out": "pos"}, tmp_path)
 
 
 def test_a_tampered_store_reads_no_other_files(tmp_path: Path) -> None:

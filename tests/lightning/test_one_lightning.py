@@ -53,9 +53,16 @@ def test_trainers_and_callbacks_of_the_other_package(tmp_path: Path) -> None:
         other.Trainer(strategy=GraphDDPStrategy(), **options)
 
     class Mine(other.Callback):  # type: ignore[misc]
-        """Of a user."""
+        """A user's callback."""
 
-    with pytest.raises(
-        InputError, match=r"Mine is a callback of pytorch_lightning, .*lightning.pytorch import Callback"
-    ):
-        runs.trainer(0, 1, str(tmp_path), callbacks=[Mine()]).fit(NodeClassifier(runs.model()), datamodule=data)
+    class Own(NodeClassifier):
+        """Configures no callbacks, and does not call the method that it overrides."""
+
+        def configure_callbacks(self) -> list[Any]:
+            return []
+
+    for module in (NodeClassifier(runs.model()), Own(runs.model())):
+        with pytest.raises(
+            InputError, match=r"Mine is a callback of pytorch_lightning, .*lightning.pytorch import Callback"
+        ):
+            runs.trainer(0, 1, str(tmp_path), callbacks=[Mine()]).fit(module, datamodule=data)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,9 +18,12 @@ from torch_geometric.nn import GCN, SAGEConv
 
 from pygdist import GraphDataModule, InputError, NodeClassifier
 from pygdist.backends import Backend, DelayedBackend, ReplicaBackend
+from pygdist.kernels import CSR
 from pygdist.lightning import ModelAveragingStrategy, NodeRegressor
+from pygdist.lightning.module import Mean
 from pygdist.lightning.regressor import R2Score
 from pygdist.sampler import NeighborBatches, SaintNodeBatches
+from pygdist.sampler.saint import Draw
 from pygdist.testing import RankPool
 from tests.lightning import runs
 
@@ -151,6 +156,104 @@ def test_batches_and_parts_are_evaluated_on_the_whole_graph(
         assert -200 < epoch["train_r2"] < 1
 
 
+class Seen(NodeRegressor):
+    """Keeps the targets that its loss gets."""
+
+    def __init__(self, backend: Backend | str) -> None:
+        super().__init__(model(1), backend)
+        self.seen: list[Tensor] = []
+
+    def node_losses(self, out: Any, y: Tensor) -> Tensor:
+        self.seen.append(y.clone())
+        return super().node_losses(out, y)
+
+
+def _seen(rank: int, world_size: int, folder: str, backend: Backend | str, batches: Any) -> list[Tensor]:
+    """The targets that reach the loss in half precision."""
+    module, data = Seen(backend), GraphDataModule(graph(), partitioner="hash", batches=batches, cache_dir=folder)
+    runs.trainer(rank, world_size, folder, precision="bf16-true", max_epochs=1).fit(module, datamodule=data)
+    return module.seen
+
+
+@pytest.mark.parametrize(
+    ("backend", "batches"),
+    [
+        ("comm", None),
+        ("pull", NeighborBatches([4, 4], 16)),
+        ("pushpull", NeighborBatches([4, 4], 16)),
+        (ReplicaBackend(hops=2), NeighborBatches([4, 4], 16)),
+        (ReplicaBackend(hops=2), SaintNodeBatches(20)),
+    ],
+    ids=["whole", "pull", "pushpull", "neighbours", "saint"],
+)
+def test_half_precision_does_not_round_targets(backend: Any, batches: Any, pool: RankPool, tmp_path: Path) -> None:
+    targets = graph().y
+    assert not torch.isin(targets.bfloat16().double(), targets).any(), "rounding changes all"
+    for seen in pool.run(_seen, 2, str(tmp_path), backend, batches):
+        assert sum(len(y) for y in seen) > 20
+        for y in seen:
+            assert torch.isin(y.double(), targets).all()
+
+
+class WithoutNeighbours(nn.Module):
+    """Its outputs do not depend on the edges, so a node has the same ones in every batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.conv, self.lin = SAGEConv(12, 2), nn.Linear(12, 2)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.lin(x) + 1e4 + 0 * self.conv(x, edge_index)
+        return out
+
+
+class TwoSets(SaintNodeBatches):
+    """Draws the first and the last three quarters of a part in turn, for the norms as for the batches of an epoch."""
+
+    def _draw(self, csr: CSR) -> Draw:
+        rows, number = np.arange(csr.num_rows), itertools.count()
+        sets = rows[: -(len(rows) // 4)], rows[len(rows) // 4 :]
+        return lambda rng: sets[next(number) % 2]
+
+
+def _sampled(rank: int, world_size: int, folder: str, batches: Any) -> list[dict[str, float]]:
+    history, module = runs.History(), NodeRegressor(WithoutNeighbours(), ReplicaBackend(hops=1), lr=0, weight_decay=0)
+    data = GraphDataModule(graph(2), partitioner="hash", batches=batches, cache_dir=folder)
+    runs.trainer(rank, world_size, folder, callbacks=[history], max_epochs=1).fit(module, datamodule=data)
+    return history.epochs
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_estimates_by_graph_saint_are_exact_where_each_node_weighs_the_same_in_an_epoch(
+    world_size: int, pool: RankPool, tmp_path: Path
+) -> None:
+    batches = TwoSets(1, num_steps=2, sample_coverage=3)
+    (estimated, *_), (exact, *_) = (pool.run(_sampled, world_size, str(tmp_path), one) for one in (batches, None))
+    for name in ("train_loss", "train_r2", "train_mae"):
+        assert estimated[0][name] == pytest.approx(exact[0][name], rel=1e-6), name
+    plain = pool.run(_sampled, world_size, str(tmp_path), TwoSets(1, num_steps=2, sample_coverage=0))[0]
+    for name in ("train_loss", "train_r2", "train_mae"):
+        assert plain[0][name] != pytest.approx(exact[0][name], rel=1e-4), f"{name} needs the weights"
+
+
+@pytest.mark.parametrize("largest", [0.05, 1.0, 1e3])
+def test_weighted_scores_are_those_of_their_definitions(largest: float) -> None:
+    y, out = torch.randn(2, 12, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64).unbind()
+    weight = torch.rand(12, generator=torch.Generator().manual_seed(2)) * largest
+    scores: dict[str, Any] = {"r2": R2Score(3), "mae": Mean()}
+    for rows in (slice(0, 5), slice(5, 5), slice(5, 12)):
+        NodeRegressor(model(3)).update_scores(scores, out[rows], y[rows], weight[rows])
+    w = weight.double()[:, None]
+    mean, total = (w * y).sum(0) / w.sum(), w.sum()
+    r2 = 1 - (w * (y - out).square()).sum(0) / (w * (y - mean).square()).sum(0)
+    expected = {"r2": float(r2.mean()), "mae": float((w * (y - out).abs()).sum(0).div(total).mean())}
+    plain = _numbers(out, y, "l1")
+    for name, score in scores.items():
+        assert float(score.compute()) == pytest.approx(expected[name], rel=1e-12), name
+        assert float(score.compute()) != pytest.approx(plain[name], rel=1e-3), f"{name} without weights is another"
+
+
 class OneNumber(nn.Module):
     """Returns one number for each node, without a column."""
 
@@ -252,6 +355,18 @@ def test_labels_between_0_and_1_are_learned_if_their_number_is_given(tmp_path: P
     runs.trainer(0, 1, str(tmp_path), callbacks=[history]).fit(NodeClassifier(model(3)), datamodule=found)
     assert found.shard.multi_label
     assert history.epochs[-1]["val_loss"] > 0
+
+
+@pytest.mark.parametrize("classes_first", [True, False])
+def test_one_matrix_is_classes_and_numbers_in_one_cache(classes_first: bool, tmp_path: Path) -> None:
+    data, kinds = runs.graph(), [NodeClassifier, NodeRegressor]
+    data.y = torch.randint(0, 2, (160, 3), generator=torch.Generator().manual_seed(1)).float()
+    for kind in kinds if classes_first else reversed(kinds):
+        module = kind(model(3))
+        history, found = runs.History(), GraphDataModule(data, cache_dir=tmp_path)
+        runs.trainer(0, 1, str(tmp_path), callbacks=[history], max_epochs=1).fit(module, datamodule=found)
+        assert found.shard.multi_label == (kind is NodeClassifier)
+        assert ("val_r2" in history.epochs[0]) == (kind is NodeRegressor)
 
 
 def test_whole_numbers_to_predict_are_no_classes(tmp_path: Path) -> None:

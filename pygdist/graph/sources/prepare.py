@@ -22,6 +22,7 @@ from pygdist.errors import InputError
 from pygdist.graph.check import (
     FEATURES,
     FIELDS,
+    LEFT_OUT,
     MASKS,
     NODE_INPUTS,
     NOTES,
@@ -79,8 +80,8 @@ def prepare(
         row = unlabelled; numbers to predict: float32, float64 or int64 of shape ``(N, 1)``, ``(N, k)`` or with more
         dimensions, NaN row = unlabelled; absent if the dataset has no labels), three bool masks of labelled nodes,
         ``edge_weight`` (float), ``edge_attr`` (as ``x``) and ``edge_type`` (int64) if the dataset has them, and
-        ``num_classes`` (0 for numbers to predict), and the ``node_inputs`` and their names; and a note on each change,
-        one sentence each.
+        ``num_classes`` (0 for numbers to predict), the ``node_inputs`` and their names, and the names of the other
+        tensors of nodes (``left_out``); and a note on each change, one sentence each.
 
     Raises:
         InputError: If :func:`check` raises it, ``split`` is not three shares, or ``split_seed`` is out of range.
@@ -92,8 +93,11 @@ def prepare(
     fields = {name: value for name in FIELDS if isinstance(value := data.get(name), Tensor)}
     fields = {name: value.detach().cpu() for name, value in fields.items()}
     inputs = _inputs_of_nodes(data, num_nodes, node_inputs, notes)
-    if left_out := sorted(set(data.keys()) - {*FIELDS, *inputs, "num_nodes", "num_classes", NOTES, NODE_INPUTS}):
-        notes.append(f"left out unused attributes: {', '.join(left_out)}")
+    known = {*FIELDS, *inputs, "num_nodes", "num_classes", NOTES, NODE_INPUTS, LEFT_OUT}
+    if unused := sorted(set(data.keys()) - known):
+        notes.append(f"left out unused attributes: {', '.join(unused)}")
+    left_out = [name for name in unused if isinstance(data[name], Tensor) and data.is_node_attr(name)]
+    names = {name: value for name, value in ((NODE_INPUTS, [*inputs]), (LEFT_OUT, left_out)) if value}
     _unify(fields, float_features, notes)
     if remove_self_loops:
         drop_self_loops(fields, notes)
@@ -110,7 +114,7 @@ def prepare(
         num_classes=num_classes,
         notes=notes,
     )
-    return Data(**fields, **inputs, num_classes=num_classes, **({NODE_INPUTS: [*inputs]} if inputs else {})), notes
+    return Data(**fields, **inputs, num_classes=num_classes, **names), notes
 
 
 def _inputs_of_nodes(data: Data, num_nodes: int, names: Collection[str] | None, notes: list[str]) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch_geometric.data import Data
 
-from pygdist.graph.check import EDGE_FIELDS, FEATURES, MASKS, NODE_INPUTS
+from pygdist.graph.check import EDGE_FIELDS, FEATURES, LEFT_OUT, MASKS, NODE_INPUTS
 from pygdist.graph.sources.prepare import count_classes
 from pygdist.graph.streams.arrays import forget_pages
 from pygdist.graph.streams.progress import Progress
@@ -34,6 +34,7 @@ class WholeGraph:
             absent. Further tensors of nodes have names that begin with ``node_``.
         num_classes: Number of classes.
         notes: Notes on preprocessing, one sentence each.
+        left_out: Names of further tensors of nodes that the graph had, and that are not among ``fields``.
         ids: Original id of each node, ascending, int64 of shape ``(N,)``; ``None`` if ids are the numbers of nodes.
         names: Text file with the id of each node, a line each, if ids are names.
         merge: Keep one edge of each source and target, with the sum of the weights and the mean of the attributes.
@@ -47,6 +48,7 @@ class WholeGraph:
     fields: Mapping[str, NDArray[Any]]
     num_classes: int
     notes: Sequence[str] = ()
+    left_out: Sequence[str] = ()
     ids: NDArray[np.int64] | None = None
     names: Path | None = None
     merge: bool = False
@@ -66,7 +68,8 @@ class WholeGraph:
         if num_classes is None:
             num_classes = count_classes(data.get("y"))
         edges = EdgeStream.from_data(data, progress=progress)
-        return cls(edges=edges, fields=fields, num_classes=int(num_classes), notes=notes)
+        left_out = data.get(LEFT_OUT, ())
+        return cls(edges=edges, fields=fields, num_classes=int(num_classes), notes=notes, left_out=left_out)
 
     def fingerprint(self) -> str:
         """Hash the edges and fields in one pass; 32 hexadecimal digits."""

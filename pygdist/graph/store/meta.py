@@ -219,6 +219,7 @@ def write_graph(
         "num_classes": graph.num_classes,
         "multi_label": graph.multi_label,
         **({} if graph.targets is None else {"targets": list(graph.targets)}),
+        **({"left_out": list(graph.left_out)} if graph.left_out else {}),
         # a vertex-cut measures its own; for a partition of the nodes it is the full one
         "replication_factor": written["replication_factor_full"],
         **written,

@@ -110,6 +110,8 @@ def check_meta(meta: Mapping[str, Any], path: Path) -> None:
     _check_entries(meta, _META, path, "")
     if "targets" in meta and not (_is_counts(meta["targets"]) and meta["targets"]):
         _refuse(path, "targets", meta["targets"], "a list of sizes")
+    if "left_out" in meta and not _list_of(_is_text)(meta["left_out"]):
+        _refuse(path, "left_out", meta["left_out"], "a list of names")
     for name in _FIGURES:
         if name in meta and not _is_number(meta[name]):
             _refuse(path, name, meta[name], "a finite number from 0")
