@@ -31,12 +31,15 @@ class PlugIns:
 
     def __init__(self, kind: str, group: str) -> None:
         self.kind, self.group = kind, group
-        self._settled: set[str] = set()  # names that are in use, or of which it was said that they are not
+        self._settled: set[str] = set()  # names that need no warning: their plug-in is in use, or a warning was given
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(_offered(self.group, tuple(sys.path))))
 
     def __contains__(self, name: object) -> bool:
+        if name not in _offered(self.group, tuple(sys.path)):  # or was installed since, as by %pip in a notebook
+            importlib.invalidate_caches()
+            _offered.cache_clear()
         return name in _offered(self.group, tuple(sys.path))
 
     def load(self, name: str) -> Any:

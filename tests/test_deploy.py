@@ -23,9 +23,10 @@ DEPLOY = ROOT / "deploy"
 SMALL = ["--data.dataset_args.num_nodes=300", "--trainer.max_epochs=2"]
 SRUN = """\
 #!/bin/bash
-# One task on each of two machines, with the variables of SLURM; ends with the worst exit code.
-for rank in 0 1; do
-  SLURM_PROCID=$rank SLURM_LOCALID=0 SLURM_NODEID=$rank "$@" & tasks+=($!)
+# The tasks of all machines, with the variables of SLURM; ends with the worst exit code.
+for ((rank = 0; rank < SLURM_NTASKS; rank++)); do
+  export SLURM_PROCID=$rank SLURM_LOCALID=$((rank % SLURM_NTASKS_PER_NODE))
+  SLURM_NODEID=$((rank / SLURM_NTASKS_PER_NODE)) "$@" & tasks+=($!)
 done
 for task in "${tasks[@]}"; do wait "$task" || code=$?; done
 exit "${code:-0}"
@@ -60,18 +61,21 @@ def _assert_trained_together(run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_batch_script_trains_on_two_nodes(programs: Path, tmp_path: Path) -> None:
+def test_the_batch_script_trains_on_two_nodes_with_two_tasks_each(programs: Path, tmp_path: Path) -> None:
     port = int(_rendezvous()["MASTER_PORT"])  # Lightning's is 15000 plus the last four digits of the job
     while not 15_000 <= port < 25_000:
         port = int(_rendezvous()["MASTER_PORT"])
     job = {
-        "SLURM_JOB_ID": f"7{port - 15_000:04}", "SLURM_JOB_NAME": "pygdist", "SLURM_NTASKS": "2", "SLURM_NNODES": "2",
-        "SLURM_NTASKS_PER_NODE": "1", "SLURM_NODELIST": "localhost", "SLURM_CPUS_PER_TASK": "1",
+        "SLURM_JOB_ID": f"7{port - 15_000:04}", "SLURM_JOB_NAME": "pygdist", "SLURM_NTASKS": "4", "SLURM_NNODES": "2",
+        "SLURM_NTASKS_PER_NODE": "2", "SLURM_CPUS_PER_TASK": "1",
+        "SLURM_JOB_NODELIST": "127.0.0.[1-2]", "SLURM_NODELIST": "127.0.0.[1-2]",
     }  # fmt: skip
     script = str(DEPLOY / "pygdist.sbatch")
     outcome = _run(["bash", script, str(DEPLOY / "run.yaml"), *SMALL], tmp_path, programs, job)
     assert outcome.returncode == 0, outcome.stderr
     _assert_trained_together(tmp_path / "runs" / "version_0")
+    trainer = yaml.safe_load((tmp_path / "runs" / "version_0" / "config.yaml").read_text())["trainer"]
+    assert (trainer["num_nodes"], int(trainer["devices"])) == (2, 2)
 
     outcome = _run(["bash", script, str(DEPLOY / "run.yaml"), "--model.backend=nonsense"], tmp_path, programs, job)
     assert outcome.returncode == 2, "the job fails with its tasks"
@@ -83,6 +87,8 @@ def test_the_batch_script_asks_for_what_it_uses() -> None:
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(\S*)$", text, re.MULTILINE))
     assert options.keys() >= {"nodes", "ntasks-per-node", "cpus-per-task", "time", "requeue", "signal"}
     assert "ntasks" not in options, "Lightning refuses it"
+    assert "--gpus-per-task" not in text, "a task would see one GPU, where Lightning looks for those of all tasks"
+    assert "--gpus-per-node=2 --gpu-bind=none" in text
 
 
 def _manifest(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -106,9 +112,19 @@ def test_the_manifest_is_a_job_that_the_operator_takes(tmp_path: Path) -> None:
         pod = one["template"]["spec"]
         (container,) = pod["containers"]
         assert container["name"] == "pytorch", "the operator sets its variables in no other container"
+        assert container["imagePullPolicy"] == "IfNotPresent", "an image of this machine is in no registry"
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         assert {mount["name"] for mount in container["volumeMounts"]} == volumes.keys()
         assert volumes["run"]["configMap"]["name"] == config["metadata"]["name"]
+        assert volumes["memory"]["emptyDir"].keys() == {"medium", "sizeLimit"}
+
+
+def test_the_manifest_holds_the_run_of_the_other_files() -> None:
+    config = next(yaml.safe_load_all((DEPLOY / "pytorchjob.yaml").read_text()))
+    run = yaml.safe_load(config["data"]["run.yaml"])
+    assert run["data"].pop("cache_dir").startswith("/shared/"), "all pods read the parts"
+    assert run["trainer"].pop("default_root_dir").startswith("/shared/")
+    assert run == yaml.safe_load((DEPLOY / "run.yaml").read_text())
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What notebooks show of stores, parts, partitions, graphs and data modules: right figures, and safe, plain HTML."""
+"""Notebooks show stores, parts, partitions, graphs and data modules with right figures, as safe, plain HTML."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ from pygdist.graph import load_graph
 from pygdist.graph.sources.load import dataset_names
 from pygdist.partition import partitioner_names, resolve_partitioner
 from pygdist.partition.base import partitioners
+from tests.packages import write_metadata
 
 MODULE = """
 from pygdist.backends import CommBackend
@@ -30,16 +31,8 @@ number = 3
 
 
 def install(folder: Path, package: str, module: str, text: str, **groups: dict[str, str]) -> None:
-    """Install a package of one module, as pip leaves it."""
-    info = folder / f"{package.replace('-', '_')}-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-    lines = [
-        line
-        for group, points in groups.items()
-        for line in (f"[pygdist.{group}]", *(f"{name} = {value}" for name, value in points.items()))
-    ]
-    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    """Install a package of one module."""
+    write_metadata(folder, package, {f"pygdist.{group}": points for group, points in groups.items()})
     (folder / f"{module}.py").write_text(text)
 
 
@@ -67,6 +60,13 @@ def test_a_plug_in_is_listed_without_import_and_imported_when_used(site: Path) -
     assert isinstance(backend, CommBackend)
     assert not backend.options.overlap
     assert load_graph("tiny", num_nodes=30).num_nodes == 30
+
+
+def test_a_package_that_is_installed_later_is_seen(site: Path) -> None:
+    with pytest.raises(InputError, match="unknown backend 'late'"):
+        resolve_backend("late")
+    install(site, "late-things", "late_things", MODULE, backends={"late": "late_things:Mine"})
+    assert type(resolve_backend("late")).__name__ == "Mine"
 
 
 def test_a_wrong_name_is_answered_with_the_nearest_one(site: Path) -> None:

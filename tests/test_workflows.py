@@ -1,4 +1,4 @@
-"""What GitHub and citation tools read: workflows that run this checkout's own commands, forms, and the papers."""
+"""GitHub's workflows run commands that this checkout has; its forms and the citations of papers can be read."""
 
 from __future__ import annotations
 

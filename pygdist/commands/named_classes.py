@@ -1,19 +1,20 @@
 """Options of a class that is given by its name: ``--model.backend=hybrid --model.backend.cache_ratio=0.3``.
 
 jsonargparse knows options of classes, not of registered names. A name that has options is therefore replaced by the
-path of its class, on the command line and in YAML files. A name without options stays a name.
+path of its class: on the command line by :func:`with_class_paths`, in YAML files by :func:`of_file`. A name without
+options stays a name.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jsonargparse
 import yaml
-from jsonargparse import set_loader
+from jsonargparse import Namespace
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from pygdist.backends import Backend, backends
@@ -59,11 +60,6 @@ class Place:
     class_of: Callable[[str], type]
     presets: Callable[[str], dict[str, Any]] = _no_presets
     default: str | None = None
-
-    @property
-    def key(self) -> str:
-        """The last part of the option: the key in a file."""
-        return self.option.rpartition(".")[2]
 
     def find(self, value: str) -> type | None:
         """Return the class of a name, of a short class name or of a class path; ``None`` if there is none."""
@@ -122,35 +118,84 @@ def with_class_paths(arguments: list[str]) -> list[str]:
 
 
 def _at(place: Place, arguments: list[str]) -> list[str]:
+    line = _on_line(place, arguments)
+    _check_files(place, line.others)
+    if asked := line.options.get("help"):
+        return [*line.others, f"--{place.option}.help={place.path_of(asked) or asked}"]
+    added = _merged(place, line, _in_files(place, line.others))
+    return arguments if added is None else [*line.others, *added]
+
+
+@dataclass(kw_only=True)
+class _Named:
+    """A class as the command line or the files give it.
+
+    Attributes:
+        name: Its name, its class path, or a mapping as YAML; ``None`` where only options are given.
+        as_class: It is given as a class (a mapping or a class path) and not by a bare name.
+        options: Options of the class on the command line.
+        drops: Options of an earlier name on the command line are dropped.
+        others: Arguments of the command line that have other purposes.
+    """
+
+    name: str | None = None
+    as_class: bool = False
+    options: dict[str, str] = field(default_factory=dict)
+    drops: bool = False
+    others: list[str] = field(default_factory=list)
+
+
+def _on_line(place: Place, arguments: list[str]) -> _Named:
+    """Return the class that a command line gives. Another name after the first one drops the options before it."""
     base = f"--{place.option}"
     settings, others = _taken_out(base, arguments)
-    _check_files(place, others)
-    value, path = settings.pop(base, None), settings.pop(f"{base}.class_path", None)
-    given = _inline(path if value is None else value, place)
-    options = {key.removeprefix(f"{base}.").removeprefix("init_args."): value for key, value in settings.items()}
-    if asked := options.pop("help", None):
-        return [*others, f"{base}.help={place.path_of(asked) or asked}"]
-    in_files: Any = last_value(others, *place.option.split("."))
-    of_class = isinstance(in_files, Mapping)  # which the loader gives its path
-    if not options and not (given and (of_class or given.startswith("{") or path)):
-        return arguments
-    if given is None and of_class and "class_path" not in in_files:
-        return arguments  # another file names the class
-    in_files = in_files["class_path"] if of_class else in_files
-    name = given if given is not None else in_files or place.default
+    line = _Named(others=others)
+    for key, value in settings:
+        if key not in (base, f"{base}.class_path"):
+            line.options[key.removeprefix(f"{base}.").removeprefix("init_args.")] = value
+            continue
+        if line.name not in (None, value) and line.options:
+            line.options, line.drops = {}, True
+        line.name, line.as_class = value, key != base
+    if line.name is not None and line.name.lstrip().startswith("{"):
+        line.name, line.as_class = _inline(line.name, place), True
+    return line
+
+
+def _in_files(place: Place, arguments: list[str]) -> _Named:
+    """Return the class that the files of a command line give."""
+    value: Any = last_value(arguments, *place.option.split("."))
+    as_class = isinstance(value, Mapping)
+    name = value.get("class_path") if as_class else value
+    return _Named(name=None if name is None else str(name), as_class=as_class)
+
+
+def _merged(place: Place, line: _Named, files: _Named) -> list[str] | None:
+    """Return the arguments that add a command line to its files; ``None`` if the parser understands it as it is."""
+    base = f"--{place.option}"
+    if line.name is None and files.as_class and files.name is None:
+        return None  # another file names the class
+    if not line.options and not (line.name and (line.as_class or files.as_class)):
+        return [f"{base}={line.name}"] if line.drops else None
+    name = line.name if line.name is not None else files.name or place.default
     if name is None:
-        raise InputError(f"{base}.{next(iter(options))}: name the {place.kind} too, as in {base}=NAME")
-    if given is None or not given.startswith("{"):
-        _check_name(place, str(name), options)
-    if given is not None or not of_class:
-        path = place.path_of(str(name))
-        options = {**({} if path is None else _texts(place.presets(str(name)))), **options}
-        others.append(f"{base}={path or name}")  # the class before its options
-    return [*others, *(f"{base}.{key}={value}" for key, value in options.items())]
+        raise InputError(f"{base}.{next(iter(line.options))}: name the {place.kind} too, as in {base}=NAME")
+    if not name.startswith("{"):
+        _check_name(place, name, line.options)
+    options, path = line.options, place.path_of(name)
+    if line.name is None and files.as_class:
+        return _as_arguments(base, options)  # of_file gives the class
+    presets = {} if path is None else {key: _as_text(value) for key, value in place.presets(name).items()}
+    return [f"{base}={path or name}", *_as_arguments(base, {**presets, **options})]  # the class before its options
 
 
-def _texts(values: Mapping[str, Any]) -> dict[str, str]:
-    return {name: yaml.safe_dump(value).split()[0] for name, value in values.items()}
+def _as_arguments(base: str, options: Mapping[str, str]) -> list[str]:
+    return [f"{base}.{key}={value}" for key, value in options.items()]
+
+
+def _as_text(value: Any) -> str:
+    """Return a value as the command line has it: a text as it is, anything else as JSON, which YAML includes."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _check_name(place: Place, name: str, options: Iterable[str]) -> None:
@@ -164,27 +209,26 @@ def _check_name(place: Place, name: str, options: Iterable[str]) -> None:
         )
 
 
-def _taken_out(option: str, arguments: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Return the values of an option and of the options below it, and the other arguments."""
-    settings, others, awaits_value = dict[str, str](), list[str](), ""
+def _taken_out(option: str, arguments: list[str]) -> tuple[list[tuple[str, str]], list[str]]:
+    """Return an option and the options below it, each with its value, and the other arguments."""
+    settings, others, awaits_value = list[tuple[str, str]](), list[str](), ""
     for argument in arguments:
         key, equals, value = argument.partition("=")
         if key == option or key.startswith(f"{option}."):
             others += [awaits_value] if awaits_value else []  # the parser says what is missing
             awaits_value = "" if equals else key
-            settings |= {key: value} if equals else {}
+            settings += [(key, value)] if equals else []
         elif awaits_value and not argument.startswith("--"):
-            settings[awaits_value], awaits_value = argument, ""
+            settings.append((awaits_value, argument))
+            awaits_value = ""
         else:
             others += [awaits_value, argument] if awaits_value else [argument]
             awaits_value = ""
     return settings, others + ([awaits_value] if awaits_value else [])
 
 
-def _inline(given: str | None, place: Place) -> str | None:
-    """Return a value; of a mapping, written as YAML, with the path of its class."""
-    if given is None or not given.lstrip().startswith("{"):
-        return given
+def _inline(given: str, place: Place) -> str:
+    """Return a mapping, written as YAML, with the path of its class."""
     check_yaml(given, f"--{place.option}")
     try:
         value = yaml.safe_load(given)
@@ -234,6 +278,22 @@ def _below(cls: type) -> Iterator[type]:
 # -- in files ----------------------------------------------------------------------------------------------------------
 
 
+def of_file(key: str, value: Any) -> Any:
+    """Return the value of an option in a YAML file; of ``{class_path: hybrid, ...}`` with the path of the class.
+
+    Args:
+        key: The whole name of the option, such as ``model.backend``. Values of other options are returned as they are.
+        value: The value.
+
+    Raises:
+        InputError: If a plug-in cannot be imported.
+    """
+    place = next((place for place in PLACES if place.option == key), None)
+    if place is None or not isinstance(value, (dict, Namespace)) or "class_path" not in value:
+        return value
+    return _by_path(place, value.as_dict() if isinstance(value, Namespace) else value)
+
+
 def _by_path(place: Place, value: dict[str, Any]) -> dict[str, Any]:
     name = value["class_path"]
     path = place.path_of(name) if isinstance(name, str) else None
@@ -241,26 +301,3 @@ def _by_path(place: Place, value: dict[str, Any]) -> dict[str, Any]:
         return value
     options = {**place.presets(name), **(value.get("init_args") or {})}
     return {**value, "class_path": path, **({"init_args": options} if options else {})}
-
-
-def _with_paths(content: Any) -> Any:
-    """Return the content of a YAML file in which ``{class_path: hybrid, ...}`` has the path of the class."""
-    if not isinstance(content, dict):
-        return content
-    keys = {place.key: place for place in PLACES}
-    result = {}
-    for key, value in content.items():
-        known = key in keys and isinstance(value, dict) and "class_path" in value
-        result[key] = _by_path(keys[key], value) if known else _with_paths(value)
-    return result
-
-
-def _load(text: str) -> Any:
-    try:
-        return _with_paths(_load_yaml(text))
-    except InputError as error:  # of a plug-in that cannot be imported
-        raise yaml.YAMLError(str(error)) from error
-
-
-_load_yaml = jsonargparse.get_loader("yaml")
-set_loader("yaml", _load, (yaml.YAMLError,))

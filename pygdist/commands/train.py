@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import yaml
+from jsonargparse import Namespace
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -27,7 +28,7 @@ from typing_extensions import override
 
 from pygdist.checkpoints import TRAINING_PARTS, read
 from pygdist.commands.messages import Parser, described, last_value, one_line, options_of, refused_by, shorten
-from pygdist.commands.named_classes import with_class_paths
+from pygdist.commands.named_classes import of_file, with_class_paths
 from pygdist.commands.run_folder import RunFolder, folder_to_go_on, named_checkpoint, new_folder
 from pygdist.commands.short_help import short_help, wants_help
 from pygdist.commands.trainer_options import accelerator_of, check_settings, check_trainer
@@ -98,7 +99,20 @@ _ALL_OPTIONS = (
 
 
 class _TrainingParser(Parser, LightningArgumentParser):
-    """Lightning's parser, which reports a mistake in one line."""
+    """Lightning's parser, which reports a mistake in one line.
+
+    Attributes:
+        has_places: The parser is that of a subcommand, whose files may name backends, partitioners and strategies.
+            jsonargparse makes parsers of this class for the arguments of users' classes, too.
+    """
+
+    has_places = False
+
+    def _check_value_key(
+        self, action: argparse.Action, value: Any, key: str, cfg: Namespace | None, append: bool = False
+    ) -> Any:
+        value = of_file(key, value) if self.has_places else value
+        return super()._check_value_key(action, value, key, cfg, append=append)
 
 
 class BestCheckpoint(ModelCheckpoint):
@@ -191,6 +205,7 @@ class GraphCLI(LightningCLI):
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        parser.has_places = True  # type: ignore[attr-defined]  # a _TrainingParser
         parser.add_argument("--help-all", action="help", default=argparse.SUPPRESS, help="show all options")
         parser.add_argument(
             "--task", choices=list(TASKS), default="nodes",
@@ -443,9 +458,15 @@ def _task_of(arguments: list[str]) -> str:
 
 
 def _task_by_class(arguments: list[str]) -> list[str]:
-    """Return a command line on which `--model=LinkPredictor` is `--task=links`."""
+    """Return a command line on which `--model=LinkPredictor` or `--model LinkPredictor` is `--task=links`."""
     tasks = {f"--model={cls.__name__}": f"--task={task}" for task, cls in TASKS.items()}
-    return [tasks.get(argument, argument) for argument in arguments]
+    result: list[str] = []
+    for argument in arguments:
+        if result[-1:] == ["--model"] and f"--model={argument}" in tasks:
+            result[-1] = tasks[f"--model={argument}"]
+        else:
+            result.append(tasks.get(argument, argument))
+    return result
 
 
 def _help_text(command: str) -> dict[str, Any]:

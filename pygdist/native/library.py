@@ -1,8 +1,8 @@
 """Finds ``libpygdist_native.so``, loads it once and declares the types of its functions.
 
 The library is optional. If no compiler was found at install time, :func:`load` warns once and returns ``None``, and
-callers use slower code or refuse by :func:`require`. Its threads are those of the OpenMP runtime that torch has loaded:
-two runtimes in one process would each start a thread for every core.
+callers use slower code or refuse by :func:`require`. Its threads are those of torch's OpenMP runtime: two runtimes in
+one process would each start a thread for every core.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     _Simple: TypeAlias = ctypes._SimpleCData[Any]
 
 LIBRARY_NAME = "libpygdist_native.so"
-_RUNTIMES = ("libgomp.so.1", "libiomp5.so", "libomp.so")  # GCC's, and two that offer its functions too
 ABI_VERSION = 20
 """``PYGDIST_ABI_VERSION`` in ``pygdist_native.h``; another number means an older or newer build."""
 
@@ -176,7 +175,7 @@ def load() -> ctypes.CDLL | None:
     """
     path = _find()
     if path is None:
-        _warn("was not built: no C++ compiler was found when pygdist was installed")
+        _warn(f"is not in {' or '.join(map(str, _folders()))}: it was not built")
         return None
     _share_openmp()
     try:
@@ -209,8 +208,8 @@ def require(what: str, otherwise: str = "") -> ctypes.CDLL:
     library = load()
     if library is None:
         raise InputError(
-            f"{what} needs pygdist's native library, which was not built here: install a C++17 compiler (Debian, "
-            f"Ubuntu: apt install g++) and reinstall pygdist{otherwise}"
+            f"{what} needs pygdist's native library, which {'was not built' if _find() is None else 'cannot be used'} "
+            f"here: {_remedy()}{otherwise}"
         )
     return library
 
@@ -233,33 +232,56 @@ def set_isa(level: Isa) -> Isa:
     return Isa(library.pygdist_set_isa(level))
 
 
-def _find() -> Path | None:
+def _folders() -> list[Path]:
     # An editable install has two folders here: the sources, and one in site-packages with the build.
-    folders = sys.modules[__package__].__path__
-    return next((path for folder in folders if (path := Path(folder) / LIBRARY_NAME).is_file()), None)
+    return [Path(folder) for folder in sys.modules[__package__].__path__]
+
+
+def _find() -> Path | None:
+    return next((path for folder in _folders() if (path := folder / LIBRARY_NAME).is_file()), None)
+
+
+class _Symbol(ctypes.Structure):
+    """``Dl_info`` of the C library: the file that holds an address, and the symbol before the address."""
+
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
 
 
 def _share_openmp() -> None:
-    """Let the native library find the functions of the OpenMP runtime that torch has loaded.
+    """Let the native library find the functions of the OpenMP runtime that torch's libraries depend on.
 
-    Some wheels of torch bring one under a name of their own, such as ``libgomp-1dd373e6.so.1.0.0``. In others, and
-    where torch was built on this machine, the runtime has its usual name.
+    Some wheels of torch bring one under a name of their own, such as ``libgomp-1dd373e6.so.1.0.0``; some builds of
+    torch use LLVM's or Intel's, which offer GCC's functions too. Other packages may have loaded further runtimes.
     """
-    torch_folder = Path(torch.__file__).parent
-    places = (torch_folder / "lib", torch_folder.parent / "torch.libs")
-    bundled = [str(path) for place in places for path in sorted(place.glob("libgomp*.so*"))]
-    for name in (*bundled, *_RUNTIMES):
-        with contextlib.suppress(OSError):  # this one is not loaded
-            ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL | os.RTLD_NOLOAD)
-            return
-    with contextlib.suppress(OSError):  # a torch without OpenMP; loading the native library tells if it needs a runtime
-        ctypes.CDLL(_RUNTIMES[0], mode=ctypes.RTLD_GLOBAL)
+    found = _Symbol()
+    with contextlib.suppress(OSError, AttributeError):  # torch has no OpenMP, or none with GCC's functions
+        start = ctypes.CDLL(torch._C.__file__).GOMP_parallel  # looked for in torch's library and all that it depends on
+        ctypes.CDLL(None).dladdr(start, ctypes.byref(found))
+    runtime = os.fsdecode(found.file) if found.file else "libgomp.so.1"
+    with contextlib.suppress(OSError):  # there is none; loading the native library tells if it needs one
+        ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
+
+
+def _remedy() -> str:
+    build = "install a C++17 compiler (Debian, Ubuntu: apt install g++) and"
+    roots = (folder.parents[1] for folder in _folders())
+    sources = next((root for root in roots if (root / "CMakeLists.txt").is_file()), None)
+    if sources is None:
+        return f"{build} reinstall pygdist"
+    elsewhere = f"start Python in a folder other than {sources}, if pygdist is installed"
+    return f"{elsewhere}; else {build} run pip install -e . there"
 
 
 def _warn(problem: str) -> None:
+    remedy = _remedy()
     warnings.warn(
         f"pygdist's native library {problem}. Aggregation uses torch's sparse product instead, which is several times "
-        "slower. Install a C++17 compiler (Debian, Ubuntu: `apt install g++`) and reinstall pygdist.",
+        f"slower. {remedy[0].upper()}{remedy[1:]}.",
         RuntimeWarning,
         stacklevel=3,
     )

@@ -5,14 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import jsonargparse
 import pytest
 import yaml
+from lightning.pytorch.strategies import StrategyRegistry
+from torch_geometric.nn import GCN
 
 from pygdist.backends import backends
 from pygdist.backends.hybrid import HybridBackend
 from pygdist.commands.named_classes import PLACES, options_of_class, with_class_paths
 from pygdist.commands.train import GraphCLI
 from pygdist.errors import InputError
+from pygdist.lightning import GraphDDPStrategy, LinkPredictor, NodeRegressor
 from pygdist.partition.base import partitioners
 from tests.cli.commands import assert_mistake, pygdist, torchrun
 
@@ -116,6 +120,67 @@ def test_presets_of_a_name_do_not_override_a_file() -> None:
     assert with_class_paths(arguments) == arguments
     made = GraphCLI([*arguments, *MODEL, "--trainer.accelerator=cpu", "--trainer.logger=false"])
     assert made.config.fit.trainer.strategy.init_args.start_method == "spawn"
+
+
+class Layered(GCN):
+    """A model with arguments that are called as options of ours."""
+
+    def __init__(self, strategy: dict[str, Any], backend: dict[str, Any]) -> None:
+        super().__init__(12, 8, 2, 4)
+        self.given = {"strategy": strategy, "backend": backend}
+
+
+def test_names_in_the_arguments_of_a_model_are_its_own() -> None:
+    given = {"strategy": {"class_path": "ddp_notebook"}, "backend": {"class_path": "hybrid"}}
+    model = {"class_path": f"{__name__}.Layered", "init_args": given}
+    Path("run.yaml").write_text(yaml.safe_dump({"model": {"model": model, "backend": {"class_path": "hybrid"}}}))
+    made = GraphCLI(["fit", "--config=run.yaml", "--trainer.accelerator=cpu", "--trainer.logger=false"]).model
+    assert made.model.given == given
+    assert isinstance(made.backend, HybridBackend)
+
+
+def test_other_parsers_of_the_process_read_what_is_written() -> None:
+    parser = jsonargparse.ArgumentParser()
+    parser.add_argument("--config", action="config")
+    parser.add_argument("--model.backend", type=dict)
+    Path("theirs.yaml").write_text("model:\n  backend:\n    class_path: hybrid\n")
+    assert parser.parse_args(["--config=theirs.yaml"]).model.backend == {"class_path": "hybrid"}
+
+
+def test_a_file_of_the_model_alone_names_a_backend_too() -> None:
+    Path("model.yaml").write_text("backend: {class_path: hybrid, init_args: {cache_ratio: 0.3}}")
+    assert cli("--model=model.yaml").model.backend.cache_ratio == 0.3
+
+
+def test_another_name_drops_the_options_before_it() -> None:
+    first = ("--model.backend=hybrid", "--model.backend.cache_ratio=0.3")
+    assert cli(*first, "--model.backend=comm").config.fit.model.backend == "comm"
+    last = cli(*first, "--model.backend", "tensor", "--model.backend.num_chunks=3").model.backend
+    assert (last.name, last.num_chunks) == ("tensor", 3)
+    assert cli(*first, "--model.backend=hybrid").model.backend.cache_ratio == 0.3, "the same name drops nothing"
+    with pytest.raises(InputError, match=r"backend 'comm' has no option 'cache_ratio'"):
+        cli("--model.backend=comm", "--model.backend=hybrid", "--model.backend=comm", first[1])
+
+
+def test_presets_of_any_kind_arrive_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    presets = {"words": "two words", "numbers": [1, 2], "nothing": None, "flag": True}
+    entry = {"strategy": GraphDDPStrategy, "description": "", "init_params": presets}
+    monkeypatch.setitem(StrategyRegistry, "with_presets", entry)
+    line = with_class_paths(["fit", "--trainer.strategy=with_presets", "--trainer.strategy.timeout_s=7"])
+    read = {name: yaml.safe_load(line[-5 + number].partition("=")[2]) for number, name in enumerate(presets)}
+    assert read == presets
+
+
+@pytest.mark.parametrize(
+    ("arguments", "cls"),
+    [
+        (["--model=NodeRegressor"], NodeRegressor),
+        (["--model", "NodeRegressor"], NodeRegressor),
+        (["--model", "LinkPredictor"], LinkPredictor),
+    ],
+)
+def test_the_class_of_the_task_stands_for_the_task(arguments: list[str], cls: type) -> None:
+    assert type(cli(*arguments).model) is cls
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.option)

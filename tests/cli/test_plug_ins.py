@@ -12,6 +12,7 @@ import pytest
 
 import pygdist as package
 from tests.cli.commands import assert_mistake, pygdist
+from tests.packages import write_metadata
 
 _PAGE = (Path(package.__file__).parents[1] / "docs" / "how-to" / "plug-ins.md").read_text(encoding="utf-8")
 _FILES = dict(re.findall(r"<!-- file: (\S+) -->\n```\w+\n(.*?)```\n", _PAGE, re.DOTALL))
@@ -25,21 +26,10 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     project = tomllib.loads(_FILES["pyproject.toml"])["project"]
-    _install(folder, project["name"], project["version"], project["entry-points"])
+    write_metadata(folder, project["name"], project["entry-points"], project["version"])
     (folder / "broken_extras.py").write_text("raise RuntimeError('no luck')\n")
-    _install(folder, "broken-extras", "1.0", {"pygdist.backends": {"broken": "broken_extras:Nothing"}})
+    write_metadata(folder, "broken-extras", {"pygdist.backends": {"broken": "broken_extras:Nothing"}})
     return folder
-
-
-def _install(folder: Path, name: str, version: str, groups: dict[str, dict[str, str]]) -> None:
-    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    text = "".join(
-        f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in points.items())
-        for group, points in groups.items()
-    )
-    (info / "entry_points.txt").write_text(text)
 
 
 def _commands() -> list[list[str]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import pygdist.native
+from pygdist.errors import InputError
 from pygdist.native import Isa, NativeCsr, NativeHop, library
 
 needs_library = pytest.mark.skipif(library.load() is None, reason="the native library was not built here")
@@ -96,6 +97,24 @@ def test_missing_library_warns_once_and_says_what_to_do(folder: Path) -> None:
         assert library.load() is None
     with pytest.raises(RuntimeError, match="cannot choose the instruction set AVX2: there is no native library"):
         library.set_isa(Isa.AVX2)
+
+
+def test_the_sources_without_a_build_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where Python starts in a clone, and an installed pygdist is passed over."""
+    folder = tmp_path / "pygdist" / "native"
+    (tmp_path / "CMakeLists.txt").touch()
+    monkeypatch.setattr(pygdist.native, "__path__", [str(folder)])
+    library.load.cache_clear()
+    try:
+        with pytest.warns(RuntimeWarning) as warned:
+            assert library.load() is None
+        with pytest.raises(InputError, match="which was not built here: start Python in a folder other than"):
+            library.require("this")
+    finally:
+        library.load.cache_clear()
+    text = str(warned[0].message)
+    assert f"is not in {folder}: it was not built" in text
+    assert f"Start Python in a folder other than {tmp_path}, if pygdist is installed; else install a C++17" in text
 
 
 def test_unreadable_library_is_refused(folder: Path) -> None:

@@ -32,21 +32,26 @@ edges, _ = Adjacency.from_unsorted(torch.randint(300, (2, 3000)), num_src=300, n
 assert edges.matmul(torch.ones(300, 64)).sum() == 3000 * 64
 assert before and runtimes() == before, (before, runtimes())
 """
-# torch is a stand-in: all that is read of it is the folder of its libraries
+# torch is a stand-in: all that is read of it is its library, here the runtime itself
 _RENAMED = f"""
 import ctypes, re, sys, types
-from pathlib import Path
 {_RUNTIMES}
-sys.modules["torch"] = types.ModuleType("torch")
-sys.modules["torch"].__file__ = sys.argv[1] + "/torch/__init__.py"
-runtime = next(Path(sys.argv[1]).rglob("libgomp-*"))
-ctypes.CDLL(str(runtime))  # as torch's libraries load it
-from pygdist.native import NativeEdges, load
+torch = sys.modules["torch"] = types.ModuleType("torch")
+torch.__file__ = sys.argv[1]
+torch._C = types.SimpleNamespace(__file__=sys.argv[1])
+for other in sys.argv[2:]:
+    ctypes.CDLL(other)
+ctypes.CDLL(torch._C.__file__)
+before = runtimes()
+from pygdist.native import NativeEdges, load, library
 sources, degrees = (ctypes.c_int64 * 8)(*range(8)), (ctypes.c_int64 * 8)()
 edges = NativeEdges(ctypes.addressof(sources), ctypes.addressof(sources), 8, 2)
 assert load() is not None
 assert load().pygdist_place_random(ctypes.byref(edges), 2, 0, (ctypes.c_int32 * 8)()) == 0
-assert runtimes() == [str(runtime)], runtimes()
+assert runtimes() == before, runtimes()
+used = library._Symbol()
+ctypes.CDLL(None).dladdr(ctypes.CDLL(None).GOMP_parallel, ctypes.byref(used))
+assert used.file.decode() == torch._C.__file__, used.file
 """
 
 
@@ -60,14 +65,21 @@ def test_an_aggregation_loads_no_second_runtime() -> None:
     _run(_AGGREGATES)
 
 
-@pytest.mark.parametrize("folder", ["torch/lib", "torch.libs"])
-def test_a_runtime_under_a_name_of_its_own_is_shared(folder: str, tmp_path: Path) -> None:
-    """As in wheels of torch up to 2.9, which put a hash into the name."""
+@pytest.fixture
+def gomp() -> Path:
+    """GCC's runtime, if it is the one that torch loads."""
     loaded = re.findall(r"/\S*/libgomp[-.]\S*", Path("/proc/self/maps").read_text())
     if not loaded:
         pytest.skip("torch brings another OpenMP runtime here")
-    content = Path(loaded[0]).read_bytes()
-    soname = b"libgomp.so.1\0"
-    (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / folder / "libgomp-1a2b.so.1").write_bytes(content.replace(soname, b"libgomp-1a2b\0"))
-    _run(_RENAMED, str(tmp_path))
+    return Path(loaded[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "soname"), [("libgomp-1a2b.so.1", b"libgomp-1a2b\0"), ("libiomp5.so", b"libiomp5.so\0\0")]
+)
+@pytest.mark.parametrize("others", [False, True])
+def test_the_runtime_of_torch_is_shared(name: str, soname: bytes, others: bool, gomp: Path, tmp_path: Path) -> None:
+    """Wheels of torch up to 2.9 put a hash into its name; other packages may have loaded another runtime before."""
+    runtime = tmp_path / name
+    runtime.write_bytes(gomp.read_bytes().replace(b"libgomp.so.1\0", soname))
+    _run(_RENAMED, str(runtime), *([str(gomp)] if others else []))

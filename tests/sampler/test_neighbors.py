@@ -84,9 +84,7 @@ def test_without_a_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
     for name in ("WITH_PYG_LIB", "WITH_TORCH_SPARSE"):
         monkeypatch.setattr(pyg_typing, name, False)
     for which in ("auto", "native"):
-        with pytest.raises(
-            InputError, match=r"apt install g\+\+\) and reinstall pygdist, or install pyg-lib or torch_sp"
-        ):
+        with pytest.raises(InputError, match=r"apt install g\+\+\) and .*, or install pyg-lib or torch_sp"):
             NeighborBatches(library=which).loader(part_of(csr), csr, seed=0)  # type: ignore[arg-type]
     command = f"pip install torch_sparse torch_scatter -f https://data.pyg.org/whl/torch-{torch.__version__}.html"
     with pytest.raises(InputError, match=f"'pyg' needs pyg-lib or torch_sparse, neither is .*: {re.escape(command)}"):
