@@ -43,6 +43,7 @@ CAN_SEND_CODE = pickler is not pickle
 
 _HAS_FORK_SERVER = "forkserver" in multiprocessing.get_all_start_methods()
 _END_S = 5.0  # for the exit code of a process that has closed its pipe
+_SOON_S = 5.0  # the user is told that one rank has failed, if the others have not ended by then
 _BEFORE_JOIN = 100  # at its end, Python first calls what has a priority from 0 on, then joins child processes
 
 
@@ -149,14 +150,20 @@ class RankProcesses:
         late = sorted(waiting.values())
         # a process that has ended may have left others, which hold its pipe open
         waiting |= {self._processes[rank].sentinel: rank for rank in late}
-        # once a rank has failed, the others lose their neighbour and say so within seconds
-        failed = any(isinstance(one, Failure) for one in answers.values())
-        ready = wait(list(waiting), timeout=self._late_s if failed else timeout_s)
+        # once a rank has failed, the others lose their neighbour and say so, fail alike, or wait for it for ever
+        failed = [(rank, one) for rank, one in answers.items() if isinstance(one, Failure)]
+        limit_s = self._late_s if failed else timeout_s
+        ready = wait(list(waiting), timeout=min(_SOON_S, self._late_s) if failed else limit_s)
+        if failed and not ready and (more_s := self._late_s - _SOON_S) > 0:
+            if show is not None:
+                rank, failure = failed[0]
+                show(rank, f"{failure.line} (the ranks still at work, {late}, are ended in {more_s:g} s)")
+            ready = wait(list(waiting), timeout=more_s)
         if not ready:
             # they are stopped in the same call
             stacks = "" if failed else "\n".join(f"rank {rank}:\n{self._stacks(rank)}" for rank in late)
             self.close()
-            line = f"no answer within {self._late_s if failed else timeout_s:g} s from ranks {late}"
+            line = f"no answer within {limit_s:g} s from ranks {late}"
             answers.update(dict.fromkeys(late, Failure(line, stacks, "late", follows=3)))
             return False
         for rank in sorted({waiting[one] for one in ready}):

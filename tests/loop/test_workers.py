@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -179,10 +180,13 @@ def _fail_one_by_one(worker: Worker) -> None:
     raise KeyError("alike")
 
 
-def test_ranks_that_fail_alike_at_different_times_keep_what_they_have(two: Workers) -> None:
+def test_ranks_that_fail_alike_at_different_times_keep_what_they_have(
+    two: Workers, capsys: pytest.CaptureFixture[str]
+) -> None:
     two.run(_keep)
     with pytest.raises(WorkerError, match=r"^all ranks: KeyError: 'alike'"):
         two.run(_fail_one_by_one)
+    assert capsys.readouterr().out == "rank 0: KeyError: 'alike' (the ranks still at work, [1], are ended in 55 s)\n"
     assert two.run(_kept) == [0, 1]
 
 
@@ -439,6 +443,22 @@ def test_workers_of_a_script_end_with_it_however_it_ends(end: str, tmp_path: Pat
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < until:
         time.sleep(0.1)
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+@pytest.mark.slow
+def test_workers_end_with_a_process_that_calls_nothing_at_its_exit() -> None:
+    process = multiprocessing.get_context("forkserver").Process(target=_hold)
+    process.start()
+    process.join(60)
+    code = process.exitcode
+    process.kill()
+    assert code == 0
+
+
+def _hold() -> None:
+    held = Workers(1)
+    sys.modules[__name__].held = held  # type: ignore[attr-defined]
+    assert held.run(_who)[0][:2] == (0, 1)
 
 
 @pytest.mark.slow
