@@ -6,16 +6,18 @@ import re
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 from torch.nn import functional
 from torch_geometric.data import Data
 from torch_geometric.nn import GCN, GCNConv, PointNetConv
 
 from pygdist import GraphDataModule, InputError, NodeClassifier
-from pygdist.backends import resolve_backend
+from pygdist.backends import DelayedBackend, resolve_backend
 from pygdist.commands.partition import Graph, Parts, partition
 from pygdist.commands.verify import verify
 from pygdist.graph import Shard, prepare, read_meta
@@ -89,52 +91,63 @@ class Plain(NodeClassifier):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def _fit(rank: int, world_size: int, folder: str, net: type[nn.Module], backend: str) -> tuple[Any, ...]:
-    history, module = runs.History(), Plain(net(), backend)
-    data = GraphDataModule(graph(), partitioner="hash", cache_dir=folder)
-    trainer = runs.trainer(rank, world_size, folder, callbacks=[history], max_epochs=2)
+class Kept(Callback):
+    """Keeps the first parameters and the gradients of the last step."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.first = {name: one.clone() for name, one in pl_module.model.state_dict().items()}
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
+        self.gradients = {name: one.grad.clone() for name, one in pl_module.model.named_parameters()}
+
+
+def _fit(rank: int, world_size: int, folder: str, net: type[nn.Module], backend: Any) -> tuple[Any, ...]:
+    """Two epochs: what was logged, the first parameters, the last gradients, and the outputs of the trained model."""
+    history, kept, module = runs.History(), Kept(), Plain(net(), backend)
+    partitioner = "libra" if isinstance(backend, DelayedBackend) else "hash"
+    data = GraphDataModule(graph(), partitioner=partitioner, cache_dir=folder)
+    trainer = runs.trainer(rank, world_size, folder, callbacks=[history, kept], max_epochs=2)
     trainer.fit(module, datamodule=data)
     assert data.shard.node_inputs.keys() >= {"pos", "kind"}
-    return history.epochs, {name: one.clone() for name, one in module.model.state_dict().items()}
+    return history.epochs, kept.first, kept.gradients, trainer.predict(module, datamodule=data)
 
 
 @pytest.mark.parametrize(
     ("net", "backend", "world_size"),
     [
-        *((Points, backend, 2) for backend in ("comm", "cache", "hybrid")),
+        *((Points, backend, 2) for backend in ("comm", "cache", "hybrid", DelayedBackend(delay=0))),
         (Points, "comm", 3), (Points, "single", 1), (OfData, "comm", 2), (Lazy, "comm", 2), (Lazy, "tensor", 2),
     ],
+    ids=str,
 )  # fmt: skip
 def test_they_reach_the_model_on_every_rank(
-    net: type[nn.Module], backend: str, world_size: int, pool: RankPool, tmp_path: Path
+    net: type[nn.Module], backend: Any, world_size: int, pool: RankPool, tmp_path: Path
 ) -> None:
+    found = pool.run(_fit, world_size, str(tmp_path), net, backend)
     whole, _ = GraphDataModule(graph(), cache_dir=tmp_path / "whole").load()
     whole.update({"pos": graph().pos, "kind": graph().kind})
-    model = net()
-    if net is Lazy:
-        model.first = GCNConv(15, 8)
-    losses = []
-    found = pool.run(_fit, world_size, str(tmp_path), net, backend)
-    if net is Lazy:  # which parameters sizes that are filled in get is another matter
-        losses = [epoch["val_loss"] for epoch in pool.run(_fit, 1, str(tmp_path), net, "single")[0][0]]
-    else:
-        model.double()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for _ in range(2):
-            args: Any = (whole,) if net is OfData else (whole.x, whole.edge_index, whole.pos)
-            inputs = {} if net is OfData else {"kind": whole.kind}
-            mask = whole.train_mask
-            loss = functional.cross_entropy(model(*args, **inputs)[mask], whole.y[mask])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            with torch.no_grad():
-                out = model(*args, **inputs)[whole.val_mask]
-                losses.append(float(functional.cross_entropy(out, whole.y[whole.val_mask])))
-    for epochs, parameters in found:
-        assert [epoch["val_loss"] for epoch in epochs] == pytest.approx(losses, rel=1e-6)
-        for name, value in model.state_dict().items() if net is not Lazy else ():
-            assert torch.allclose(parameters[name], value, rtol=0, atol=1e-10), name
+    model, losses = net(), []
+    model.load_state_dict(found[0][1])  # sizes that are filled in draw parameters
+    model.double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    args: Any = (whole,) if net is OfData else (whole.x, whole.edge_index, whole.pos)
+    inputs = {} if net is OfData else {"kind": whole.kind}
+    for _ in range(2):
+        loss = functional.cross_entropy(model(*args, **inputs)[whole.train_mask], whole.y[whole.train_mask])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        out = model(*args, **inputs).detach()
+        losses.append(float(functional.cross_entropy(out[whole.val_mask], whole.y[whole.val_mask])))
+    rows = []
+    for epochs, _, gradients, predicted in found:
+        assert [epoch["val_loss"] for epoch in epochs] == pytest.approx(losses, rel=1e-10)
+        for name, value in model.named_parameters():
+            assert torch.allclose(gradients[name], value.grad, rtol=0, atol=1e-10), name
+        for ids, values in predicted:
+            assert torch.allclose(values, out[ids], rtol=0, atol=1e-10)
+            rows.append(ids)
+    assert torch.cat(rows).sort().values.tolist() == list(range(160))
 
 
 def _refused(rank: int, world_size: int, folder: str, net: nn.Module, backend: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional
 from torch_geometric.data import Data
@@ -193,6 +194,40 @@ def test_half_precision_does_not_round_targets(backend: Any, batches: Any, pool:
         assert sum(len(y) for y in seen) > 20
         for y in seen:
             assert torch.isin(y.double(), targets).all()
+
+
+def _near_zero(
+    rank: int, world_size: int, folder: str, precision: str, epochs: int, resume: str | None = None
+) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    """Train up to ``epochs``, from ``resume`` on if given; writes ``folder/last.ckpt``."""
+    data, history = graph(2), runs.History()
+    data.y = data.y - 1e4
+    torch.manual_seed(7)
+    module = NodeRegressor(GCN(12, 8, num_layers=2, out_channels=2), loss="huber")
+    trainer = runs.trainer(
+        rank, world_size, folder, max_epochs=epochs, precision=precision, enable_checkpointing=True,
+        callbacks=[history, ModelCheckpoint(dirpath=folder, save_last=True)],
+    )  # fmt: skip
+    trainer.fit(module, datamodule=GraphDataModule(data, partitioner="hash", cache_dir=folder), ckpt_path=resume)
+    return history.epochs, {name: one.clone() for name, one in module.model.state_dict().items()}
+
+
+def test_bf16_mixed_stays_near_full_precision(pool: RankPool, tmp_path: Path) -> None:
+    mixed, full = (pool.run(_near_zero, 2, str(tmp_path), one, 4)[0][0] for one in ("bf16-mixed", "32-true"))
+    for one, other in zip(mixed, full, strict=True):
+        assert one == pytest.approx(other, rel=0.02)
+        assert one["val_loss"] != other["val_loss"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_that_is_resumed_equals_the_unbroken_one(world_size: int, pool: RankPool, tmp_path: Path) -> None:
+    whole, parameters = pool.run(_near_zero, world_size, str(tmp_path / "whole"), "32-true", 4)[0]
+    first, _ = pool.run(_near_zero, world_size, str(tmp_path / "half"), "32-true", 2)[0]
+    last = str(tmp_path / "half" / "last.ckpt")
+    for epochs, state in pool.run(_near_zero, world_size, str(tmp_path / "again"), "32-true", 4, last):
+        assert [*first, *epochs] == whole, "bit for bit"
+        for name, value in parameters.items():
+            assert torch.equal(state[name], value), name
 
 
 class WithoutNeighbours(nn.Module):
