@@ -118,7 +118,7 @@ def _fit(rank: int, world_size: int, folder: str, net: type[nn.Module], backend:
         *((Points, backend, 2) for backend in ("comm", "cache", "hybrid", DelayedBackend(delay=0))),
         (Points, "comm", 3), (Points, "single", 1), (OfData, "comm", 2), (Lazy, "comm", 2), (Lazy, "tensor", 2),
     ],
-    ids=str,
+    ids=lambda one: getattr(one, "name", None) or getattr(one, "__name__", str(one)),
 )  # fmt: skip
 def test_they_reach_the_model_on_every_rank(
     net: type[nn.Module], backend: Any, world_size: int, pool: RankPool, tmp_path: Path

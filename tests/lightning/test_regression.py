@@ -130,7 +130,9 @@ def test_numbers_are_those_of_torch(width: int | None, world_size: int, pool: Ra
     _check(pool.run(_fit, world_size, str(tmp_path), "comm", width, {}), tmp_path, width)
 
 
-@pytest.mark.parametrize("backend", ["cache", "hybrid", "tensor", "single", DelayedBackend(delay=0)], ids=str)
+@pytest.mark.parametrize(
+    "backend", ["cache", "hybrid", "tensor", "single", pytest.param(DelayedBackend(delay=0), id="delayed")]
+)
 def test_on_every_exact_backend(backend: Any, pool: RankPool, tmp_path: Path) -> None:
     _check(pool.run(_fit, 1 if backend == "single" else 2, str(tmp_path), backend, 3, {}), tmp_path, 3)
 
