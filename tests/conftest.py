@@ -85,6 +85,17 @@ def fork_server() -> None:
     start_server()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _no_group_is_left() -> Iterator[None]:
+    """Leave a process group that Lightning left to this process, for the tests of the next file."""
+    yield
+    if "torch.distributed" in sys.modules:
+        from torch import distributed as dist
+
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
+
+
 @pytest.fixture(autouse=True)
 def own_environment() -> Iterator[None]:
     """Put the environment back: a trainer's place among ranks would be that of programs which later tests start."""

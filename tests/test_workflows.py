@@ -121,7 +121,9 @@ def test_the_sdist_holds_what_a_build_needs_and_nothing_else() -> None:
 
 def test_the_demo_installs_only_what_it_needs(tmp_path: Path) -> None:
     def said(target: str) -> str:
-        return subprocess.run(["make", "-n", target], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(
+            ["make", "--no-print-directory", "-n", target], cwd=tmp_path, capture_output=True, text=True, check=True
+        ).stdout
 
     for name in ("Makefile", "pyproject.toml", "constraints.txt", "CMakeLists.txt"):
         (tmp_path / name).write_bytes((ROOT / name).read_bytes())
