@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import sys
+from types import ModuleType
 from typing import Any
 
 from docutils.nodes import Element, TextElement
@@ -99,11 +100,14 @@ def _is_ours(target: str, package: str, cls: str) -> bool:
 
 
 def _exists(name: str) -> bool:
+    """Return True if a name of pygdist exists, and is no name of a module that pygdist imports, as ``torch.device``."""
+    owner = name.rpartition(".")[0]
     try:
         pkgutil.resolve_name(name)
+        place = pkgutil.resolve_name(owner)
     except (AttributeError, ImportError, ValueError):
         return False
-    return True
+    return not isinstance(place, ModuleType) or place.__name__.startswith("pygdist")
 
 
 def readable(app: Sphinx, what: str, name: str, value: Any, options: Any, signature: str, returns: str) -> Any:
