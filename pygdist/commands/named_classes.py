@@ -258,13 +258,13 @@ def _check_mapping(place: Place, value: Mapping[str, Any]) -> None:
 
 def _check(place: Place, name: str, cls: type, options: Iterable[str]) -> None:
     """Refuse an option that a class does not have."""
-    known = options_of_class(cls)
+    options_there = options_of_class(cls)
     for option in options:
-        if (root := option.partition(".")[0]) not in (*known, "init_args", "dict_kwargs"):
-            those = f"Its options are {', '.join(known)}" if known else "It takes no options"
+        if (root := option.partition(".")[0]) not in (*options_there, "init_args", "dict_kwargs"):
+            those = f"Its options are {', '.join(options_there)}" if options_there else "It takes no options"
             raise InputError(
                 f"--{place.option}.{option}: {place.kind} '{name}' has no option '{root}'"
-                f"{did_you_mean(root, known) or '.'} {those}"
+                f"{did_you_mean(root, options_there) or '.'} {those}"
             )
 
 

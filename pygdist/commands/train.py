@@ -421,16 +421,16 @@ class GraphCLI(LightningCLI):
 
 def training_parser(command: str, task: str = "nodes") -> Any:
     """Return the parser of ``fit``, ``validate``, ``test`` or ``predict``, for documentation."""
-    found = []
+    parsers = []
 
     class Asked(GraphCLI):
         @override
         def show_help(self) -> None:
-            found.append(self._parser(command))
+            parsers.append(self._parser(command))
 
     with contextlib.suppress(SystemExit):
         Asked([command, f"--task={task}", "--help"])
-    return found[0]
+    return parsers[0]
 
 
 def _mistake_of(error: Exception) -> InputError | None:

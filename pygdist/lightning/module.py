@@ -42,7 +42,7 @@ from pygdist.lightning.sharded import ShardedTraining, check_elementwise, clip_o
 from pygdist.lightning.strategies import GraphDDPStrategy
 from pygdist.nn.inputs import fill_in_sizes, node_inputs, outputs_of, takes_data
 from pygdist.routing import distribute, undistribute
-from pygdist.routing.agreement import agree_on_model
+from pygdist.routing.agreement import agree_on_model, agree_on_parts
 
 _LARGEST_VALUE = 1e18  # of a feature: its square is far from the largest of float32
 _OF_NAN = "lower the learning rate, or look for features, edge weights or labels that overflow"
@@ -114,6 +114,7 @@ class GraphModule(OfLightning, pl.LightningModule):
         self.communicator = self._communicator()
         self._take_off()  # a run that failed left the model distributed
         self._sharded.begin_run(self.trainer)
+        agree_on_parts(data.meta["parts"], self.communicator)
         self._check(data)
         # Lightning converts after it has loaded a checkpoint, so "64-true" would round what it loads
         self.trainer.precision_plugin.convert_module(self.model)

@@ -21,7 +21,7 @@ from pygdist.backends.base import names_of
 from pygdist.comm import Communicator
 from pygdist.comm.launched import has_own_gpus, is_first_of_machine, join, own_device
 from pygdist.errors import InputError
-from pygdist.graph import Shard, load_graph, prepare
+from pygdist.graph import Shard, load_graph, prepare, read_meta
 from pygdist.graph.sources.prepare import tell
 from pygdist.loop.gradients import SummedGradients
 from pygdist.memory.limits import told
@@ -29,6 +29,7 @@ from pygdist.nn.inputs import fill_in_sizes
 from pygdist.nn.loss import labelled_rows
 from pygdist.partition import Partitioner
 from pygdist.partition.run import CACHE, cached_store
+from pygdist.routing.agreement import agree_on_parts
 from pygdist.routing.distribute import distribute, with_hooks
 
 _OPTIONS, _NO_CLASS = ("weight", "ignore_index"), -100  # of a loss of torch, that its mean depends on
@@ -82,7 +83,7 @@ def open_graph(
     group = dist.new_group(backend="nccl" if place.type == "cuda" and has_own_gpus() else "gloo") if several else None
     communicator = Communicator(group, device=place)
     communicator.meet(place)
-    shard, error = None, None
+    shard, meta, error = None, None, None
     try:
         folder = (
             _folder(data, runs, partitioner, Path(cache_dir).expanduser(), communicator, float_labels)
@@ -97,13 +98,16 @@ def open_graph(
     folders = communicator.gather_text(str(folder))
     mine = next(one for one in [str(folder), *folders] if one)  # a machine's first process tells the others
     try:
-        shard = Shard.load(mine, communicator.rank, num_parts=communicator.world_size).to(place)
+        meta = read_meta(mine)
+        shard = Shard.load(mine, communicator.rank, num_parts=communicator.world_size, meta=meta).to(place)
     except Exception as problem:
         error = told(problem)
         if error is None:
             raise
     communicator.agree(error)
     assert shard is not None
+    assert meta is not None
+    agree_on_parts(meta["parts"], communicator)
     runs.bind(shard, communicator)
     return OpenGraph(shard, runs, communicator, joined=joined)
 

@@ -258,11 +258,11 @@ def _share_openmp() -> None:
     Some wheels of torch bring one under a name of their own, such as ``libgomp-1dd373e6.so.1.0.0``; some builds of
     torch use LLVM's or Intel's, which offer GCC's functions too. Other packages may have loaded further runtimes.
     """
-    found = _Symbol()
+    symbol = _Symbol()
     with contextlib.suppress(OSError, AttributeError):  # torch has no OpenMP, or none with GCC's functions
         start = ctypes.CDLL(torch._C.__file__).GOMP_parallel  # looked for in torch's library and all that it depends on
-        ctypes.CDLL(None).dladdr(start, ctypes.byref(found))
-    runtime = os.fsdecode(found.file) if found.file else "libgomp.so.1"
+        ctypes.CDLL(None).dladdr(start, ctypes.byref(symbol))
+    runtime = os.fsdecode(symbol.file) if symbol.file else "libgomp.so.1"
     with contextlib.suppress(OSError):  # there is none; loading the native library tells if it needs one
         ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
 

@@ -67,10 +67,10 @@ def names_of_node_inputs(model: nn.Module) -> list[str] | None:
     """
     if takes_data(model):
         return None
-    own = not type(model).__module__.startswith("torch_geometric.")
+    of_user = not type(model).__module__.startswith("torch_geometric.")
     parameters = list(inspect.signature(model.forward).parameters.values())[2:]
     named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-    return [one.name for one in named if one.name not in _NO_INPUTS and (own or one.default is one.empty)]
+    return [one.name for one in named if one.name not in _NO_INPUTS and (of_user or one.default is one.empty)]
 
 
 def node_inputs(model: nn.Module, graph: Any) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import operator
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from pygdist.errors import InputError
 from pygdist.hops.arguments import mapped, named_values
 from pygdist.hops.layer import layer_name, own_class
 
+_STRUCTURE = ("n_id", "indptr", "src", "e_id")  # files of a part: its nodes and edges
 _MOST_NAMES = 4
 _FIRST_PASSES = 3  # the second may know what the first one kept, the third what stays
 
@@ -116,6 +117,27 @@ def agree_on_model(model: nn.Module, ranks: Communicator) -> None:
         InputError: On all ranks, if they differ.
     """
     _compare(model, ranks, [_mode(model), _frozen(model)])
+
+
+def agree_on_parts(parts: Sequence[Mapping[str, Any]], ranks: Communicator) -> None:
+    """Compare which nodes and edges the parts of this rank's store have with those of the other ranks' stores.
+
+    Machines that partition for themselves, or to which a store was copied, may have others. Values may differ, since
+    processors round differently.
+
+    Args:
+        parts: ``parts`` of the store's ``meta.json``.
+        ranks: All ranks make the call.
+
+    Raises:
+        InputError: On all ranks, if they differ.
+    """
+    checksums = [[part["files"][name]["crc32"] for name in _STRUCTURE] for part in parts]
+    if not ranks.are_alike([float(zlib.crc32(repr(checksums).encode()))]):
+        raise InputError(
+            "the ranks have parts of different partitions; give all machines the same folder, or copy one folder to "
+            "all, and fix the seed of a partitioner that draws"
+        )
 
 
 def _compare(model: nn.Module, ranks: Communicator, facts: list[_Fact]) -> None:

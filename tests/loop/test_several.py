@@ -18,6 +18,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GAT, GCN, GraphSAGE
 
 from pygdist import InputError, open_graph, undistribute
+from pygdist.graph import prepare, write_store
 from pygdist.testing import RankPool
 from tests.lightning.runs import graph as small_graph
 
@@ -197,6 +198,25 @@ def test_numbers_are_predicted(pool: RankPool, tmp_path: Path, num_ranks: int) -
         assert found == pytest.approx([float(one) for one in expected], rel=1e-12)
 
 
+def _of_other_partitions(rank: int, num_ranks: int, folder: str) -> str:
+    try:
+        graph = open_graph(f"{folder}/{rank}")
+    except InputError as error:
+        return str(error)
+    model = graph.distribute(GCN(12, 4, num_layers=1).double())
+    return f"trains: {float(graph.mean_loss(F.cross_entropy, model(graph.x, graph.edge_index), graph.y))}"
+
+
+def test_parts_of_different_partitions_are_refused(pool: RankPool, tmp_path: Path) -> None:
+    data, notes = prepare(_graph())
+    owner = torch.arange(160) % 2
+    for rank, part in enumerate((owner, 1 - owner)):  # rank 0 and rank 1 both own the even nodes
+        folder = tmp_path / str(rank)
+        write_store(data, part.numpy(), folder, num_parts=2, method="mine", arguments={}, notes=notes)
+    for said in pool.run(_of_other_partitions, 2, str(tmp_path)):
+        assert "the ranks have parts of different partitions" in said
+
+
 def _refused(rank: int, num_ranks: int, folder: str) -> list[str]:
     said = []
     graph = open_graph(_graph, cache_dir=folder)
@@ -297,7 +317,7 @@ def test_a_mistake_is_told_in_one_line(tmp_path: Path) -> None:
 
 
 def test_variables_of_a_launcher_that_lack_some_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "is_initialized", lambda: False)  # Lightning leaves a group to later tests
+    assert not dist.is_initialized()
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(InputError, match=r"WORLD_SIZE is set, but RANK.* not: start the script by torchrun"):

@@ -93,8 +93,8 @@ def prepare(
     fields = {name: value for name in FIELDS if isinstance(value := data.get(name), Tensor)}
     fields = {name: value.detach().cpu() for name, value in fields.items()}
     inputs = _inputs_of_nodes(data, num_nodes, node_inputs, notes)
-    known = {*FIELDS, *inputs, "num_nodes", "num_classes", NOTES, NODE_INPUTS, LEFT_OUT}
-    if unused := sorted(set(data.keys()) - known):
+    used = {*FIELDS, *inputs, "num_nodes", "num_classes", NOTES, NODE_INPUTS, LEFT_OUT}
+    if unused := sorted(set(data.keys()) - used):
         notes.append(f"left out unused attributes: {', '.join(unused)}")
     left_out = [name for name in unused if isinstance(data[name], Tensor) and data.is_node_attr(name)]
     names = {name: value for name, value in ((NODE_INPUTS, [*inputs]), (LEFT_OUT, left_out)) if value}
@@ -162,7 +162,7 @@ def prepare_nodes(
     """
     if not 0 <= split_seed < 1 << 64:
         raise InputError(f"split_seed is {split_seed}, expected 0 to 2**64 - 1")
-    found = 0
+    counted = 0
     for name in MASKS:
         if name in fields:
             fields[name] = fields[name].to(torch.bool)
@@ -170,10 +170,10 @@ def prepare_nodes(
         fields["y"] = _unify_numbers(fields["y"], notes)
     elif "y" in fields:
         y = _unify_labels(fields["y"], notes)
-        found = fields["y"].size(1) if is_multi_label(fields["y"]) else count_classes(y)
+        counted = fields["y"].size(1) if is_multi_label(fields["y"]) else count_classes(y)
         fields["y"] = y
     _set_masks(fields, num_nodes, split, split_seed, notes)
-    return num_classes or found
+    return num_classes or counted
 
 
 def count_classes(y: Tensor | None) -> int:
@@ -242,9 +242,9 @@ def _weight_type(weight: Tensor) -> torch.dtype:
 
 def _unify_numbers(y: Tensor, notes: list[str]) -> Tensor:
     """Return numbers to predict with a row for each node: float32, float64, or int64."""
-    kept = y.dtype in (torch.float32, torch.float64, torch.int64)
-    dtype = y.dtype if kept else torch.float32 if y.is_floating_point() else torch.int64
-    if not kept:
+    supported = y.dtype in (torch.float32, torch.float64, torch.int64)
+    dtype = y.dtype if supported else torch.float32 if y.is_floating_point() else torch.int64
+    if not supported:
         notes.append(f"converted y from {y.dtype} to {dtype}".replace("torch.", ""))
     return (y.unsqueeze(1) if y.dim() == 1 else y).to(dtype)
 
