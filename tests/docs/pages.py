@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
@@ -38,6 +40,17 @@ class Block:
     line: int
     file: str = ""
     not_run: str = ""
+
+
+def script(path: str) -> ModuleType:
+    """Import a script under ``docs``, such as ``figures/draw.py``, which no package holds."""
+    name = Path(path).stem
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def pages() -> list[Path]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -15,19 +13,14 @@ import pygdist
 from pygdist import cli
 from pygdist.backends import backends
 from pygdist.partition import partitioner_names
+from tests.docs.pages import script
 
 _ROOT = Path(pygdist.__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
 def extension() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("command_line", _ROOT / "docs" / "_ext" / "command_line.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["command_line"] = module
-    spec.loader.exec_module(module)
-    return module
+    return script("_ext/command_line.py")
 
 
 @pytest.fixture(scope="module")

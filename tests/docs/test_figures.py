@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from tests.docs.pages import script
 
 _FIGURES = Path(__file__).parents[2] / "docs" / "figures"
 _SVG = "{http://www.w3.org/2000/svg}"
 _SMALLEST = 13  # pixels at the width of the column of text
 
 
-def _script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("draw", _FIGURES / "draw.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["draw"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-draw = _script()
+draw = script("figures/draw.py")
 
 
 def _width(text: ElementTree.Element) -> float:

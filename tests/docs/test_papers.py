@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+
+from tests.docs.pages import script
 
 _ROOT = Path(__file__).parents[2]
 _PAGES = _ROOT / "docs" / "papers"
 
 
-def _extension() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("papers", _ROOT / "docs" / "_ext" / "papers.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-papers = _extension()
+papers = script("_ext/papers.py")
 
 
 def _filled(path: Path) -> str:
