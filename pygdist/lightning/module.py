@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch_geometric.data import Data
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, Metric
 from typing_extensions import override
 
 from pygdist.backends import Backend, Savings, resolve_backend
@@ -422,26 +422,31 @@ def _wrong_values(data: GraphDataModule) -> str:
     return ""
 
 
-class Mean(MeanMetric):
-    """A mean in double precision, in which NaN stays NaN: torchmetrics would leave it out, and wait for a GPU to tell.
+class DoubleMetric(Metric):
+    """A metric whose states stay in double precision.
 
     torchmetrics forgets the type that was set when a metric is moved: an epoch after a resume would log other digits,
-    and with ``bf16-true`` counts would stop at 256.
+    with ``bf16-true`` counts would stop at 256, and ranks without nodes would gather other types than those with some.
     """
-
-    def __init__(self) -> None:
-        super().__init__(nan_strategy=math.nan)
-        self.set_dtype(torch.float64)
 
     @override
     def _apply(self, fn: Callable[..., Any], exclude_state: Sequence[str] = "") -> nn.Module:
         """Move the states, and keep their type."""
         super()._apply(fn, exclude_state)
         for name, start in self._defaults.items():
-            self._defaults[name] = start.to(torch.float64) if isinstance(start, Tensor) else start
-            setattr(self, name, getattr(self, name).to(torch.float64))
+            if isinstance(start, Tensor) and start.is_floating_point():
+                self._defaults[name] = start.to(torch.float64)
+                setattr(self, name, getattr(self, name).to(torch.float64))
         self._dtype = torch.float64
         return self
+
+
+class Mean(DoubleMetric, MeanMetric):
+    """A mean in which NaN stays NaN: torchmetrics would leave it out, and wait for a GPU to tell."""
+
+    def __init__(self) -> None:
+        super().__init__(nan_strategy=math.nan)
+        self.set_dtype(torch.float64)
 
     @override
     def update(self, value: Tensor, weight: Tensor | float = 1.0) -> None:  # type: ignore[override]

@@ -12,7 +12,7 @@ from typing_extensions import override
 from pygdist.backends import Backend, Savings
 from pygdist.errors import InputError
 from pygdist.graph import Shard
-from pygdist.lightning.module import Mean
+from pygdist.lightning.module import DoubleMetric, Mean
 from pygdist.lightning.node_module import NodeModule, form_of
 from pygdist.nn.inputs import checked_tensor
 from pygdist.nn.loss import Regression, value_losses
@@ -21,7 +21,7 @@ _ONE_TENSOR = "override predictions(outputs) to return the one with a column for
 _LEAST_SPREAD = 1e-14  # standard deviation relative to the mean; what is below is rounding of float64
 
 
-class R2Score(Metric):
+class R2Score(DoubleMetric):
     """The coefficient of determination over all nodes of all ranks, averaged over targets.
 
     torchmetrics' own sums squares, which cancel if targets lie far from 0, in float32, and takes a sum of squares below
@@ -43,12 +43,6 @@ class R2Score(Metric):
         self.add_state("moments", torch.zeros(3, width, dtype=torch.float64), dist_reduce_fx=_merged)
         self.add_state("errors", torch.zeros(width, dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("num_nodes", torch.tensor(0), dist_reduce_fx="sum")
-
-    @property
-    @override
-    def dtype(self) -> torch.dtype:
-        """Type of the sums."""
-        return torch.float64
 
     @override
     def update(self, out: Tensor, y: Tensor, weight: Tensor | None = None) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pygdist.lightning.module import Mean
+from pygdist.lightning.regressor import R2Score
 from pygdist.nn.loss import summed_loss
 
 
@@ -51,3 +52,6 @@ def test_means_stay_in_double_precision(dtype: torch.dtype) -> None:
     assert float(metric.compute()) == 1.5
     metric.reset()
     assert metric.mean_value.dtype == metric.weight.dtype == torch.float64
+    score = nn.ModuleList([R2Score(2)]).to(dtype)[0]  # before any node: ranks gather states of one type
+    assert score.moments.dtype == score.errors.dtype == score.dtype == torch.float64
+    assert score.num_nodes.dtype == torch.int64
