@@ -41,6 +41,18 @@ def test_a_step_of_every_layer_equals_pygs(name: str, data: Data) -> None:
     assert max(one.absolute for one in largest_differences(found, expected).values()) < 1e-10
 
 
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_step_on_a_gpu_equals_pygs_on_the_host(name: str, data: Data) -> None:
+    in_order = _ordered(data, data.edge_index[1].argsort(stable=True))
+    expected = reference_step(build(name, 5, 3), in_order)
+    on_gpu = data.clone().to("cuda")
+    found = reference_step(accelerate(build(name, 5, 3).cuda(), on_gpu), on_gpu)
+    error = 1e-6 if name == "LabelPropagation" else 1e-10  # its labels are float32
+    assert max(one.absolute for one in largest_differences(found, expected).values()) < error
+
+
 class _WithWeights(nn.Module):
     """Its weights are in the caller's order of edges, which nobody but the model knows."""
 

@@ -55,10 +55,10 @@ def _alone(name: str, steps: int) -> tuple[list[float], dict[str, Tensor]]:
 
 
 def _trained(
-    rank: int, num_ranks: int, folder: str, name: str, backend: str, steps: int
+    rank: int, num_ranks: int, folder: str, name: str, backend: str, steps: int, device: str | None = None
 ) -> tuple[list[float], dict[str, Tensor], Tensor | None]:
     torch.manual_seed(7 + rank)  # the first process decides
-    graph = open_graph(_graph, backend=backend, cache_dir=folder)
+    graph = open_graph(_graph, backend=backend, cache_dir=folder, device=device)
     model = graph.distribute(MODELS[name]().double())
     optimizer, found = torch.optim.Adam(model.parameters(), lr=0.01), []
     for _ in range(steps):
@@ -69,7 +69,8 @@ def _trained(
         optimizer.step()
         found += [float(loss), graph.mean(out.argmax(dim=1) == graph.y, graph.test_mask)]
     undistribute(model)
-    return found, model.state_dict(), graph.gather(graph.y)
+    assert device is None or graph.device == next(model.parameters()).device == torch.device(device)
+    return found, {key: value.cpu() for key, value in model.state_dict().items()}, graph.gather(graph.y)
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -78,14 +79,29 @@ def _trained(
 def test_a_loop_repeats_that_of_one_process(
     name: str, backend: str, num_ranks: int, pool: RankPool, tmp_path: Path
 ) -> None:
+    _compare(name, pool.run(_trained, num_ranks, str(tmp_path), name, backend, 4))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("backend", ["comm", "tensor", "cache"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_loop_on_a_gpu_repeats_that_of_one_process_on_the_host(
+    name: str, backend: str, num_ranks: int, pool: RankPool, tmp_path: Path
+) -> None:
+    _compare(name, pool.run(_trained, num_ranks, str(tmp_path), name, backend, 4, "cuda:0"))
+
+
+def _compare(name: str, by_rank: list[tuple[list[float], dict[str, Tensor], Tensor | None]]) -> None:
     expected, weights = _alone(name, 4)
-    for rank, (found, state, y) in enumerate(pool.run(_trained, num_ranks, str(tmp_path), name, backend, 4)):
+    for rank, (found, state, y) in enumerate(by_rank):
         assert found == pytest.approx(expected, rel=1e-9)
         assert list(state) == list(weights)
         for key, value in weights.items():
             torch.testing.assert_close(state[key], value, rtol=0, atol=1e-9)
         assert (y is None) == (rank > 0)
-        assert y is None or torch.equal(y, _graph().y)
+        assert y is None or torch.equal(y.cpu(), _graph().y)
 
 
 class _Gated(nn.Module):
