@@ -12,6 +12,7 @@ a test fails, and 2 without as many GPUs.
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -67,8 +68,9 @@ def main() -> int:
     several, failed = options.gpus > 1, False
     if options.tables is None:
         chosen = "multi_gpu" if several else "cuda and not multi_gpu"
-        workers = ["--numprocesses", "1" if several else "3", "--dist", "loadfile"]
-        command = [sys.executable, "-m", "pytest", "-m", chosen, "-q", *workers, "tests"]
+        workers = ["--numprocesses", str(1 if several else _num_workers()), "--dist", "load", "--maxschedchunk", "1"]
+        longest_first = ["tests/lightning", "tests/loop", "tests"]
+        command = [sys.executable, "-m", "pytest", "-m", chosen, "-q", *workers, *longest_first]
         failed = bool(subprocess.run(command, check=False).returncode)
     about = {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda), "driver": _driver()}
     for name, shown, measure in _SEVERAL if several else _ONE:
@@ -78,6 +80,12 @@ def main() -> int:
         show([{column: row[column] for column in shown} for row in rows], f"{name}: {', '.join(about.values())}")
         write([{**row, **about} for row in rows], options.out / f"{name}.csv", threads=1)
     return int(failed)
+
+
+def _num_workers() -> int:
+    """Return how many tests run at a time: each may have four processes on the GPU, of half a gigabyte."""
+    by_memory = torch.cuda.get_device_properties(0).total_memory // (4 << 30)
+    return int(max(2, min((os.cpu_count() or 1) - 2, by_memory, 14)))
 
 
 def _driver() -> str:

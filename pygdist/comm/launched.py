@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from pygdist.errors import InputError
+from pygdist.memory.gpus import number_of
 
 
 def join(store: dist.Store | None = None) -> bool:
@@ -27,6 +28,23 @@ def join(store: dist.Store | None = None) -> bool:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         dist.init_process_group(kind, store=store, rank=rank, world_size=world_size)
     return True
+
+
+def new_group(device: torch.device) -> dist.ProcessGroup:
+    """Make a group of all processes: over nccl if each has a GPU of its own, else over gloo.
+
+    Every process calls it, with its device. nccl refuses processes that share a GPU.
+    """
+    group: dist.ProcessGroup = dist.new_group(backend="gloo")
+    mine = torch.tensor([number_of(device) if device.type == "cuda" else -1.0], dtype=torch.float64)
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, mine, group=group)
+    gpus = [float(one) for one in gathered]
+    if -1.0 in gpus or len(set(gpus)) < len(gpus):
+        return group
+    dist.destroy_process_group(group)
+    group = dist.new_group(backend="nccl")
+    return group
 
 
 def is_first_of_machine() -> bool:

@@ -134,19 +134,17 @@ def run(command: str, arguments: list[str]) -> int:
 
 def _measured() -> tuple[str, list[dict[str, Any]], int]:
     """Return who carries exchanges, what they take, and this rank."""
-    import torch.distributed as dist
-
     from pygdist.comm import Communicator
-    from pygdist.comm.launched import has_own_gpus, join, own_device
+    from pygdist.comm.launched import join, new_group, own_device
     from pygdist.testing import run_ranks
 
     if not join():
         return "gloo, two processes of this machine", run_ranks(_on_this_machine, 2)[0], 0
     device = own_device()
-    carrier = "nccl" if has_own_gpus() else "gloo"
-    communicator = Communicator(dist.new_group(backend=carrier), device=device)
+    communicator = Communicator(new_group(device), device=device)
     found = exchanges(communicator)
     communicator.close()
+    carrier = "nccl" if communicator.is_nccl else "gloo"
     return f"{carrier}, {communicator.world_size} processes", found, communicator.rank
 
 

@@ -19,7 +19,7 @@ from pygdist import signals
 from pygdist.backends import Backend, resolve_backend
 from pygdist.backends.base import names_of
 from pygdist.comm import Communicator
-from pygdist.comm.launched import has_own_gpus, is_first_of_machine, join, own_device
+from pygdist.comm.launched import is_first_of_machine, join, new_group, own_device
 from pygdist.errors import InputError
 from pygdist.graph import Shard, load_graph, prepare, read_meta
 from pygdist.graph.sources.prepare import tell
@@ -58,7 +58,7 @@ def open_graph(
             ``hybrid``, ``tensor``, ``delayed``).
         partitioner: Decides which process owns which node; by default that of the backend.
         device: Device of the part. By default the GPU of this process (``LOCAL_RANK``), if the machine has as many
-            GPUs as processes, else the CPU.
+            GPUs as processes, else the CPU. Rows of processes that share a GPU travel through the host.
         float_labels: Labels are numbers to predict, even if all are whole; by default whole numbers are classes.
         cache_dir: Folder of the partitioned graphs.
 
@@ -80,8 +80,7 @@ def open_graph(
     if place.type == "cuda":
         torch.cuda.set_device(place)
     several = dist.is_initialized() and dist.get_world_size() > 1
-    group = dist.new_group(backend="nccl" if place.type == "cuda" and has_own_gpus() else "gloo") if several else None
-    communicator = Communicator(group, device=place)
+    communicator = Communicator(new_group(place) if several else None, device=place)
     communicator.meet(place)
     shard, meta, error = None, None, None
     try:

@@ -54,7 +54,7 @@ def _alone(name: str, steps: int) -> tuple[list[float], dict[str, Tensor]]:
     return found, model.state_dict()
 
 
-def _trained(
+def trained(
     rank: int, num_ranks: int, folder: str, name: str, backend: str, steps: int, device: str | None = None
 ) -> tuple[list[float], dict[str, Tensor], Tensor | None]:
     torch.manual_seed(7 + rank)  # the first process decides
@@ -79,7 +79,7 @@ def _trained(
 def test_a_loop_repeats_that_of_one_process(
     name: str, backend: str, num_ranks: int, pool: RankPool, tmp_path: Path
 ) -> None:
-    _compare(name, pool.run(_trained, num_ranks, str(tmp_path), name, backend, 4))
+    compare(name, pool.run(trained, num_ranks, str(tmp_path), name, backend, 4))
 
 
 @pytest.mark.cuda
@@ -90,10 +90,10 @@ def test_a_loop_repeats_that_of_one_process(
 def test_a_loop_on_a_gpu_repeats_that_of_one_process_on_the_host(
     name: str, backend: str, num_ranks: int, pool: RankPool, tmp_path: Path
 ) -> None:
-    _compare(name, pool.run(_trained, num_ranks, str(tmp_path), name, backend, 4, "cuda:0"))
+    compare(name, pool.run(trained, num_ranks, str(tmp_path), name, backend, 4, "cuda:0"))
 
 
-def _compare(name: str, by_rank: list[tuple[list[float], dict[str, Tensor], Tensor | None]]) -> None:
+def compare(name: str, by_rank: list[tuple[list[float], dict[str, Tensor], Tensor | None]]) -> None:
     expected, weights = _alone(name, 4)
     for rank, (found, state, y) in enumerate(by_rank):
         assert found == pytest.approx(expected, rel=1e-9)
