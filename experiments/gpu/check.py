@@ -71,7 +71,8 @@ def main() -> int:
         workers = ["--numprocesses", str(1 if several else _num_workers()), "--dist", "load", "--maxschedchunk", "1"]
         longest_first = ["tests/lightning", "tests/loop", "tests"]
         command = [sys.executable, "-m", "pytest", "-m", chosen, "-q", *workers, *longest_first]
-        failed = bool(subprocess.run(command, check=False).returncode)
+        one_thread = {"OMP_NUM_THREADS": "1", **os.environ}  # by process, as there are as many as cores
+        failed = bool(subprocess.run(command, check=False, env=one_thread).returncode)
     about = {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda), "driver": _driver()}
     for name, shown, measure in _SEVERAL if several else _ONE:
         if name not in (options.tables or [name]):
