@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from pygdist.errors import InputError, needs, pyg_wheels
 from pygdist.graph import EdgeStream
+from pygdist.graph.streams.sorting import distinct
 from pygdist.partition.base import Partitioner, check_num_parts
 
 Library = Literal["auto", "pyg_lib", "torch_sparse", "pymetis"]
@@ -96,7 +97,7 @@ def _undirected(edges: EdgeStream) -> tuple[Indices, Indices]:
     ends = ends[:, ends[0] != ends[1]]
     row, col = np.concatenate([ends, ends[::-1]], axis=1)
     num_nodes = max(edges.num_nodes, 1)
-    row, col = np.divmod(np.unique(row * num_nodes + col), num_nodes)
+    row, col = np.divmod(distinct(row * num_nodes + col), num_nodes)
     rowptr = np.zeros(edges.num_nodes + 1, dtype=np.int64)
     np.cumsum(np.bincount(row, minlength=edges.num_nodes), out=rowptr[1:])
     return rowptr, col

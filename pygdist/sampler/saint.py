@@ -29,6 +29,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 from typing_extensions import override
 
+from pygdist.graph.streams.sorting import distinct
 from pygdist.kernels import CSR, transpose
 from pygdist.sampler import _native
 from pygdist.sampler.base import BatchLoader, InducedBatches, MiniBatches, check_at_least, check_part, load_all
@@ -180,7 +181,7 @@ def _nodes_of(draw: Draw, seed: int, epoch: SharedEpoch, number: int) -> Tensor:
 
 
 def _distinct(draw: Draw, *key: int) -> Tensor:
-    return torch.from_numpy(np.unique(draw(np.random.default_rng(key))))
+    return torch.from_numpy(distinct(draw(np.random.default_rng(key))))
 
 
 def _draw_nodes(csr: CSR, count: int, rng: np.random.Generator) -> Nodes:

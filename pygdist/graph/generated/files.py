@@ -32,6 +32,7 @@ from pygdist.graph.streams.arrays import ArrayWriter, flush
 from pygdist.graph.streams.edge_file import EdgeWriter
 from pygdist.graph.streams.folder import write_once
 from pygdist.graph.streams.progress import Progress, enter_stage, watched
+from pygdist.graph.streams.sorting import distinct
 from pygdist.graph.streams.stream import EdgeStream
 from pygdist.memory.limits import refusal_of
 
@@ -210,8 +211,8 @@ class _EdgeFigures:
 
     def result(self) -> dict[str, Any]:
         sample = np.concatenate([np.empty(0, dtype=np.int64), *self._sample])
-        distinct = len(np.unique(sample))
+        num_distinct = len(distinct(sample))
         return {
             "largest_in_degree": int(self._in_degrees.max()),
-            "parallel_share": 1 - distinct / len(sample) if len(sample) else 0.0,
+            "parallel_share": 1 - num_distinct / len(sample) if len(sample) else 0.0,
         }

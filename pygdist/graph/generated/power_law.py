@@ -15,6 +15,7 @@ from torch_geometric.data import Data
 
 from pygdist.errors import InputError
 from pygdist.graph.check import MASKS
+from pygdist.graph.streams.sorting import distinct
 
 _DRAWS = 400_000  # pairs per round; part of the graph's definition, since it fixes the order of random numbers
 _MOST_ROUNDS = 200  # and more in proportion; graphs with room for the pairs need a few dozen
@@ -97,7 +98,7 @@ def _draw_pairs(rng: np.random.Generator, num_nodes: int, num_pairs: int, expone
             raise InputError(f"power-law: exponent {exponent} leaves too few pairs to draw {num_pairs} of; lower it")
         one, other = draw(), draw()
         low, high = np.minimum(one, other), np.maximum(one, other)
-        pairs = np.unique(np.concatenate([pairs, (low * num_nodes + high)[low != high]]))
+        pairs = distinct(np.concatenate([pairs, (low * num_nodes + high)[low != high]]))
     return np.sort(rng.permutation(pairs)[:num_pairs])
 
 

@@ -14,6 +14,7 @@ from torch_geometric.data import Data
 
 from pygdist.errors import InputError
 from pygdist.graph.generated.power_law import undirected
+from pygdist.graph.streams.sorting import distinct
 
 _MAX_ROUNDS = 200  # each round draws as many pairs as are still missing; graphs with room for them need a handful
 _TOO_MANY = "sbm: {} edges do not fit among {} nodes; lower avg_degree or add nodes"
@@ -134,7 +135,7 @@ def _draw_pairs(
         same = rng.random(draws) < homophily
         other = node(np.where(same, inside, outside))
         keys = np.minimum(one, other) * num_nodes + np.maximum(one, other)
-        pairs = np.unique(np.concatenate([pairs, keys[one != other]]))
+        pairs = distinct(np.concatenate([pairs, keys[one != other]]))
         if len(pairs) > num_pairs:
             pairs = rng.permutation(pairs)[:num_pairs]
     raise InputError(_TOO_MANY.format(num_pairs, num_nodes))

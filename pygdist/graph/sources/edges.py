@@ -17,6 +17,7 @@ from torch import Tensor
 from pygdist.errors import InputError
 from pygdist.graph.check import EDGE_FIELDS
 from pygdist.graph.streams.arrays import forget_pages
+from pygdist.graph.streams.sorting import distinct
 
 _VALUES = ("edge_weight", "edge_attr")
 
@@ -42,7 +43,7 @@ def make_symmetric(fields: dict[str, Tensor], num_nodes: int, notes: list[str]) 
     (``torch_geometric.utils.to_undirected`` would double its summed weights). Arguments as in :func:`drop_self_loops`.
     """
     source, target = fields["edge_index"].numpy()
-    present = np.unique(_keys(source, target, fields, num_nodes))
+    present = distinct(_keys(source, target, fields, num_nodes))
     reverse = _keys(target, source, fields, num_nodes)
     position = np.minimum(np.searchsorted(present, reverse), max(len(present) - 1, 0))
     missing = torch.from_numpy(np.flatnonzero(present[position] != reverse)) if len(present) else torch.empty(0).long()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from pygdist.graph.streams.sorting import distinct
 from pygdist.graph.streams.stream import EdgeStream
 
 _TABLE_IDS = 1 << 30  # below, a byte for each possible id takes less memory than sorting
@@ -28,11 +29,11 @@ def distinct_ids(edges: EdgeStream, largest: int) -> NDArray[np.int64]:
         return np.flatnonzero(seen)
     ids, pile, waiting = np.empty(0, dtype=np.int64), [], 0
     for chunk in edges.chunks():
-        pile.append(np.unique(chunk))
+        pile.append(distinct(chunk))
         waiting += len(pile[-1])
         if waiting > max(len(ids), 1 << 24):  # wait until a merge may double the ids, so that merges are few
-            ids, pile, waiting = np.unique(np.concatenate([ids, *pile])), [], 0
-    return np.unique(np.concatenate([ids, *pile]))
+            ids, pile, waiting = distinct(np.concatenate([ids, *pile])), [], 0
+    return distinct(np.concatenate([ids, *pile]))
 
 
 def renumbered(chunk: NDArray[np.int64], ids: NDArray[np.int64]) -> NDArray[np.int64]:
