@@ -1,6 +1,6 @@
 """Checks a machine's GPUs: tests, then tables.
 
-    python -m experiments.gpu.check             # make gpu-check: on one GPU, about eight minutes
+    python -m experiments.gpu.check             # make gpu-check: on one GPU, about five minutes
     python -m experiments.gpu.check --gpus 2    # make gpu-check-multi: between GPUs, over nccl
 
 On one GPU: the CUDA tests (kernels of all types and graphs, every layer and backend, ranks that share the GPU over
@@ -69,8 +69,7 @@ def main() -> int:
     if options.tables is None:
         chosen = "multi_gpu" if several else "cuda and not multi_gpu"
         workers = ["--numprocesses", str(1 if several else _num_workers()), "--dist", "load", "--maxschedchunk", "1"]
-        longest_first = ["tests/lightning", "tests/loop", "tests"]
-        command = [sys.executable, "-m", "pytest", "-m", chosen, "-q", *workers, *longest_first]
+        command = [sys.executable, "-m", "pytest", "-m", chosen, "-q", *workers, "tests"]
         one_thread = {"OMP_NUM_THREADS": "1", **os.environ}  # by process, as there are as many as cores
         failed = bool(subprocess.run(command, check=False, env=one_thread).returncode)
     about = {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda), "driver": _driver()}
