@@ -70,8 +70,9 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard pygdist/nati
 	.venv/bin/python -m pip install -c constraints.txt -e '.[dev]'
 	touch $@
 
+# Python compiles what the demo imports; pip would compile all of torch.
 .venv/.demo: $(SOURCES) | .venv/bin/python
-	.venv/bin/python -m pip install -c constraints.txt -e .
+	.venv/bin/python -m pip install --no-compile -c constraints.txt -e .
 	touch $@
 
 .venv/bin/python:

@@ -140,10 +140,13 @@ void sddmm_row(const View<T, I>& view, const Job& job, int64_t row) {
 template <bool Onto, int32_t Op>
 void spmm_rows(const Job& job, int64_t begin, int64_t end) {
   const auto rows = [&](const auto& view) {
-    const bool plain = view.heads == 1 && !job.csr.perm;
-    for (int64_t row = begin; row < end; ++row) {
-      plain ? spmm_row<Onto, Op, Plain>(view, job, row) : spmm_row<Onto, Op, General>(view, job, row);
+    if constexpr (Op != PYGDIST_ADD) {  // rare: compiled in one form
+      if (view.heads == 1 && !job.csr.perm) {
+        for (int64_t row = begin; row < end; ++row) spmm_row<Onto, Op, Plain>(view, job, row);
+        return;
+      }
     }
+    for (int64_t row = begin; row < end; ++row) spmm_row<Onto, Op, General>(view, job, row);
   };
   if constexpr (Op == PYGDIST_COPY) {
     if (job.csr.index_bits == 16) {

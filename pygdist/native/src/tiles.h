@@ -101,7 +101,6 @@ struct Tile {
   using V = Vector<Computed<T>, L>;
 
   int64_t first;
-  int64_t own = 0;  // columns before it belong to the tile before
 
   // The tile's part of a row, for several loads.
   inline const T* part(const T* row) const {
@@ -120,21 +119,30 @@ struct Tile {
   inline void store(T* row, int k, const V& value) const { store_vector<L>(row + first + column(k), value); }
 
   // The same, to add to a row: columns that two tiles cover must be added to once.
-  inline void store_own(T* row, int k, const V& value) const {
-    const int64_t at = first + column(k);
-    if (at >= own) return store(row, k, value);
-    T lanes[Lanes];
-    store_vector<Lanes>(lanes, value);
-    for (int lane = 0; lane < Lanes; ++lane) {
-      if (at + lane >= own) row[at + lane] = lanes[lane];
-    }
-  }
+  inline void store_own(T* row, int k, const V& value) const { store(row, k, value); }
 
   // Brings the tile's part of a row that is needed soon into the cache.
   inline void prefetch(const T* row) const {
     const char* start = reinterpret_cast<const char*>(part(row));
     for (int offset = 0; offset < Count * Lanes * static_cast<int>(sizeof(T)); offset += 64) {
       __builtin_prefetch(start + offset);
+    }
+  }
+};
+
+// One vector that ends where the columns end: those before `own` belong to the tile before.
+template <class T, int L>
+struct LastTile : Tile<T, L, 1> {
+  using typename Tile<T, L, 1>::V;
+  int64_t own;
+
+  LastTile(int64_t first, int64_t own) : Tile<T, L, 1>{first}, own(own) {}
+
+  inline void store_own(T* row, int, const V& value) const {
+    T lanes[L];
+    store_vector<L>(lanes, value);
+    for (int lane = 0; lane < L; ++lane) {
+      if (this->first + lane >= own) row[this->first + lane] = lanes[lane];
     }
   }
 };
@@ -157,26 +165,39 @@ struct RaggedTile : Tile<T, L, C> {
 };
 
 // The numbers of vectors that tiles may have: any number, for fewer walks over the entries, or powers of two, for less
-// code.
+// code. Powers of two are not for adding to a row: their last tile takes the columns that it shares for its own.
 enum class Widths { kAny, kPowersOfTwo };
 
 // Covers columns first..last-1 with tiles of at most `Count` vectors. The last vector, or the last tile, ends where the
 // columns end, so it may overlap the one before it: those columns are computed twice, with equal results, which is
 // cheaper than masks or a scalar tail. The columns from `begin` on are no fewer than one vector.
+template <class T, int Lanes, int Count, class Body>
+inline void cover_by_any(int64_t first, int64_t last, const Body& body) {
+  if constexpr (Count > 1) {
+    if (last - first <= (Count - 1) * Lanes) return cover_by_any<T, Lanes, Count - 1>(first, last, body);
+    body(RaggedTile<T, Lanes, Count>(first, first + Count * Lanes - last));
+  } else if (last - first == Lanes) {
+    body(Tile<T, Lanes, 1>{first});
+  } else {
+    body(LastTile<T, Lanes>(last - Lanes, first));
+  }
+}
+
 template <class T, Widths W, int Lanes, int Count, class Body>
 inline void cover(int64_t begin, int64_t first, int64_t last, const Body& body) {
   constexpr int64_t kWidth = Count * Lanes;
   for (; first + kWidth <= last; first += kWidth) body(Tile<T, Lanes, Count>{first});
   if (first >= last) return;
-  if constexpr (Count > 1 && W == Widths::kAny) {
-    if (last - first <= (Count - 1) * Lanes) return cover<T, W, Lanes, Count - 1>(begin, first, last, body);
-    return body(RaggedTile<T, Lanes, Count>(first, first + kWidth - last));
-  } else if constexpr (Count > 1) {
-    constexpr int kFewer = Count / 2;
-    const bool fewer_reach = last - first <= kFewer * Lanes;
-    if (fewer_reach || last - begin < kWidth) return cover<T, W, Lanes, kFewer>(begin, first, last, body);
+  if constexpr (W == Widths::kAny) {
+    cover_by_any<T, Lanes, Count>(first, last, body);
+  } else {
+    if constexpr (Count > 1) {
+      constexpr int kFewer = Count / 2;
+      const bool fewer_reach = last - first <= kFewer * Lanes;
+      if (fewer_reach || last - begin < kWidth) return cover<T, W, Lanes, kFewer>(begin, first, last, body);
+    }
+    body(Tile<T, Lanes, Count>{last - kWidth});
   }
-  body(Tile<T, Lanes, Count>{last - kWidth, first});
 }
 
 // Calls `body(tile)` for tiles that cover columns first..last-1. Fewer columns than a vector has lanes use a narrower
@@ -186,8 +207,14 @@ inline void for_each_tile(int64_t first, int64_t last, const Body& body) {
   if constexpr (Lanes > 1) {
     if (last - first < Lanes) return for_each_tile<T, W, Lanes / 2>(first, last, body);
   }
-  constexpr int kCount = Lanes == kLanes<T> ? kTileVectors : W == Widths::kAny && Lanes > 1 ? 2 : 1;
-  cover<T, W, Lanes, kCount>(first, first, last, body);
+  if constexpr (Lanes == kLanes<T>) {
+    cover<T, W, Lanes, kTileVectors>(first, first, last, body);
+  } else if constexpr (W == Widths::kAny && Lanes > 1) {  // fewer than two vectors
+    if (last - first > Lanes) return body(RaggedTile<T, Lanes, 2>(first, first + 2 * Lanes - last));
+    body(Tile<T, Lanes, 1>{first});
+  } else {
+    cover<T, Widths::kPowersOfTwo, Lanes, 1>(first, first, last, body);
+  }
 }
 
 // Calls `body(tile)` for tiles that cover columns first..last-1 and share none, for sums that are kept in memory: tiles
