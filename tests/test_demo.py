@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -26,6 +27,14 @@ def test_the_three_runs_agree_and_the_table_says_it() -> None:
     table = text.getvalue()
     assert f"{many.sent_bytes:,}" in table
     assert f"{many.losses[-1]:.7f}" in table
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("warm_python")
+def test_the_pages_that_show_the_demo_show_what_it_sends() -> None:
+    *_, many = demo.compare(Console(file=io.StringIO()), nodes=20_000, epochs=2, ranks=2, seed=0)
+    for page in ("README.md", "docs/reference/demo.md"):
+        assert f"{many.sent_bytes:,} " in (Path(__file__).parents[1] / page).read_text(), page
 
 
 @pytest.mark.parametrize(("shift", "code"), [pytest.param(0.0, 0, id="equal"), pytest.param(0.1, 1, id="different")])
