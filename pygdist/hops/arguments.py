@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
 
 from pygdist.graph import Adjacency
-from pygdist.nn.nested import each_value
+from pygdist.nn.nested import each_named, each_value
 
 
 def mapped(
@@ -22,31 +20,15 @@ def mapped(
     kwargs: Mapping[str, Any],
     change: Callable[[str, Any], Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Apply ``change`` to the name and value of each argument of a call.
+    """Apply ``change`` to the name and value of each argument of a call, and of all that collections among them hold.
 
-    Values in tuples and lists are changed one by one; so are those in dictionaries and in PyG's ``Data``, whose keys
-    are their names.
+    The values of a dictionary, a dataclass or PyG's ``Data`` have names of their own.
     """
     parameters = inspect.signature(forward).parameters.values()
     names = [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
     names += [""] * (len(args) - len(names))
-    positional = tuple(_changed(name, value, change) for name, value in zip(names, args, strict=False))
-    return positional, {name: _changed(name, value, change) for name, value in kwargs.items()}
-
-
-def _changed(name: str, value: Any, change: Callable[[str, Any], Any]) -> Any:
-    # no closure that calls itself: the cycle would hold what ``change`` holds, such as tensors
-    if isinstance(value, (tuple, list)):
-        values = [_changed(name, one, change) for one in value]
-        return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
-    if isinstance(value, dict):
-        return type(value)((key, _changed(str(key), one, change)) for key, one in value.items())
-    if isinstance(value, Data):
-        data = copy.copy(value)  # shallow
-        for key, one in value.items():
-            data[key] = _changed(key, one, change)
-        return data
-    return change(name, value)
+    positional = tuple(each_named(one, change, name, whole=()) for name, one in zip(names, args, strict=False))
+    return positional, {name: each_named(one, change, name, whole=()) for name, one in kwargs.items()}
 
 
 def copied(

@@ -7,13 +7,44 @@ import dataclasses
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
+from torch_geometric.data import Data
+
+
+def each_named(value: Any, change: Callable[[str, Any], Any], name: str = "", *, whole: type | tuple[type, ...]) -> Any:
+    """Apply ``change`` to the name and value of all that tuples, lists, dictionaries, dataclasses and ``Data`` hold.
+
+    Collections keep their types and are new objects; the ones passed do not change. Keys and fields are the names of
+    what they hold; all that a tuple or list holds has its name.
+
+    Args:
+        value: A value, or a collection of values, however deep.
+        change: Called with each name and value that is no collection; returns what takes its place.
+        name: Name of ``value``.
+        whole: Types of collections that count as one value.
+    """
+    # no closure that calls itself: the cycle would hold what ``change`` holds, such as tensors
+    if not isinstance(value, whole):
+        if isinstance(value, (MutableMapping, Data)):
+            made = copy.copy(value)  # also a defaultdict, with its factory
+            for key, one in value.items():
+                made[key] = each_named(one, change, str(key), whole=whole)
+            return made
+        if isinstance(value, (tuple, list)):
+            values = [each_named(one, change, name, whole=whole) for one in value]
+            return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            twin = copy.copy(value)
+            for field in dataclasses.fields(value):
+                changed = each_named(getattr(value, field.name), change, field.name, whole=whole)
+                object.__setattr__(twin, field.name, changed)  # of a frozen one, too
+            return twin
+    return change(name, value)
+
 
 def each_value(
     value: Any, kind: type | tuple[type, ...], change: Callable[[Any], Any], *, but: tuple[type, ...] = ()
 ) -> Any:
-    """Apply ``change`` to every value of a type in tuples, lists, dictionaries and dataclasses, however deep.
-
-    Collections keep their types and are new objects; the ones passed do not change. Other values stay as they are.
+    """Apply ``change`` to every value of a type in collections, as :func:`each_named`; others stay as they are.
 
     Args:
         value: A value, or a collection of values.
@@ -25,20 +56,8 @@ def each_value(
         >>> each_value({"a": [1, "x"]}, int, lambda one: one + 1)
         {'a': [2, 'x']}
     """
-    if isinstance(value, kind):
-        return value if isinstance(value, but) else change(value)
-    if isinstance(value, MutableMapping):
-        made = copy.copy(value)  # also a defaultdict, with its factory
-        for key, one in value.items():
-            made[key] = each_value(one, kind, change, but=but)
-        return made
-    if isinstance(value, (tuple, list)):
-        values = [each_value(one, kind, change, but=but) for one in value]
-        return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        twin = copy.copy(value)
-        for field in dataclasses.fields(value):
-            changed = each_value(getattr(value, field.name), kind, change, but=but)
-            object.__setattr__(twin, field.name, changed)  # of a frozen one, too
-        return twin
-    return value
+
+    def changed(_: str, one: Any) -> Any:
+        return change(one) if isinstance(one, kind) and not isinstance(one, but) else one
+
+    return each_named(value, changed, whole=kind)
