@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from pygdist.comm import Communicator
 from pygdist.comm.launched import is_first_of_machine, join, new_group, own_device
 from pygdist.errors import InputError
 from pygdist.graph import Shard, load_graph, prepare, read_meta
+from pygdist.graph.check import EDGE_FIELDS, MASKS
 from pygdist.graph.sources.prepare import tell
 from pygdist.loop.gradients import SummedGradients
 from pygdist.memory.limits import told
@@ -121,6 +122,7 @@ class OpenGraph:
             predict ``(n, k)``, which is ``(n, 1)`` if each node has one.
         train_mask, val_mask, test_mask: The nodes of each stage, ``(n,)`` bool, or ``None``.
         edge_weight, edge_attr, edge_type: Values of the edges, or ``None``.
+        pos, ...: Further tensors of nodes, by the names that they have in the data, a row for each of this process's.
         n_id: The nodes' numbers in the graph, ``(n,)``.
         num_nodes: Nodes of the whole graph.
         num_features, num_classes: Of the whole graph.
@@ -138,6 +140,20 @@ class OpenGraph:
         self.num_features, self.device = shard.x.size(1), shard.x.device
         self.rank, self.num_ranks, self.meter = communicator.rank, communicator.world_size, communicator.meter
         self._hook, sys.excepthook = sys.excepthook, self._on_error
+
+    @property
+    def data(self) -> Data:
+        """This process's part as PyG's ``Data``, with all of its tensors, for a model called as ``model(data)``."""
+        named = {name: getattr(self, name) for name in ("x", "edge_index", "y", *MASKS, *EDGE_FIELDS)}
+        held = {name: value for name, value in named.items() if value is not None}
+        return Data(**held, **self._shard.node_inputs)
+
+    def __getattr__(self, name: str) -> Tensor:
+        further = vars(self)["_shard"].node_inputs if "_shard" in vars(self) else {}
+        if name in further:
+            return cast(Tensor, further[name])
+        has = f"; further tensors of its nodes: {', '.join(further)}" if further else ""
+        raise AttributeError(f"the graph has no {name}{has}")
 
     def __repr__(self) -> str:
         edges = self.edge_index.size(1)
@@ -311,7 +327,7 @@ def _folder(
     """Return the folder of the partitioned graph; partition it if it is not there."""
     if isinstance(data, (str, Path)) and (Path(data) / "meta.json").is_file():
         return Path(data).resolve()
-    graph, notes = prepare(load_graph(data), float_labels=float_labels)
+    graph, notes = prepare(load_graph(data), float_labels=float_labels, node_inputs=None)
     if communicator.rank == 0:
         tell(notes)
     return cached_store(

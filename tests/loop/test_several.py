@@ -21,6 +21,8 @@ from pygdist import InputError, open_graph, undistribute
 from pygdist.graph import prepare, write_store
 from pygdist.testing import RankPool
 from tests.lightning.runs import graph as small_graph
+from tests.lightning.test_node_inputs import OfData, Points
+from tests.lightning.test_node_inputs import graph as graph_with_places
 
 MODELS: dict[str, Any] = {
     "GCN, batch norm": lambda: GCN(12, 8, num_layers=2, out_channels=4, norm="batch_norm", bias=False),
@@ -102,6 +104,38 @@ def compare(name: str, by_rank: list[tuple[list[float], dict[str, Tensor], Tenso
             torch.testing.assert_close(state[key], value, rtol=0, atol=1e-9)
         assert (y is None) == (rank > 0)
         assert y is None or torch.equal(y.cpu(), _graph().y)
+
+
+def _with_further_tensors(rank: int, num_ranks: int, folder: str, of_data: bool) -> tuple[list[float], Tensor | None]:
+    graph = open_graph(graph_with_places(), cache_dir=folder)
+    model = graph.distribute((OfData() if of_data else Points()).double())
+    optimizer, found = torch.optim.Adam(model.parameters(), lr=0.01), []
+    for _ in range(2):
+        optimizer.zero_grad()
+        out = model(graph.data) if of_data else model(graph.x, graph.edge_index, graph.pos, kind=graph.kind)
+        loss = graph.mean_loss(F.cross_entropy, out, graph.y)
+        loss.backward()
+        optimizer.step()
+        found.append(float(loss))
+    with pytest.raises(AttributeError, match="the graph has no poss; further tensors of its nodes: pos, kind"):
+        graph.poss  # noqa: B018
+    return found, graph.gather(graph.pos)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("of_data", [False, True])
+def test_further_tensors_of_nodes_by_name(of_data: bool, num_ranks: int, pool: RankPool, tmp_path: Path) -> None:
+    data, model, expected = graph_with_places(), Points().double(), []
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(data.x, data.edge_index, data.pos, kind=data.kind), data.y, ignore_index=-1)
+        loss.backward()
+        optimizer.step()
+        expected.append(float(loss))
+    for rank, (found, places) in enumerate(pool.run(_with_further_tensors, num_ranks, str(tmp_path), of_data)):
+        assert found == pytest.approx(expected, rel=1e-9)
+        assert places is None if rank else torch.equal(places, data.pos)
 
 
 class _Gated(nn.Module):
