@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -50,6 +51,7 @@ log = logging.getLogger(__name__)
 _GRACE_S = 15.0  # the other ranks exit by themselves within this time after one has died
 _JOIN_S = 5.0  # to kill those that do not
 _POLL_S = 0.5
+_KILLED = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)  # exit codes of ranks that no other rank ends
 _LOST = re.compile(r"^pygdist\.errors\.LostRankError: (.*)$", re.MULTILINE)
 
 
@@ -158,7 +160,9 @@ class ProcessLauncher(_MultiProcessingLauncher):
         """Wait until all ranks have ended; once one has failed, the others have some time to end by themselves.
 
         A rank that is stopped is killed when the others give it up, which may wait for it where they cannot see it.
+        torch tells of the first that failed, or of one that was killed: the errors of the others may be seen before.
         """
+        ended_here: set[int] = set()
         first, end_at, looked = -1, float("inf"), time.monotonic()
         stopped_s, patience_s = [0.0] * len(self.procs), self._strategy.lost_after_s  # type: ignore[attr-defined]
         while alive := [process.sentinel for process in self.procs if process.is_alive()]:
@@ -182,9 +186,14 @@ class ProcessLauncher(_MultiProcessingLauncher):
                     )
             if looked > end_at:
                 log.error("ending all ranks of this machine, %.0f s after one was lost", _GRACE_S)
+                ended_here = {index for index, process in enumerate(self.procs) if process.is_alive()}
                 for process in self.procs:
                     process.kill()
                 end_at = float("inf")
+        codes = enumerate(process.exitcode for process in self.procs)
+        killed = [index for index, code in codes if code in _KILLED and index not in ended_here]
+        if killed and first not in {*killed, *self._given_up}:
+            first = killed[0]
         if first >= 0:
             context.sentinels = {self.procs[first].sentinel: first}  # the one that torch tells of
 

@@ -113,6 +113,23 @@ def test_a_killed_rank_is_named_in_the_caller(strategy: str, tmp_path: Path) -> 
     assert said.strip().endswith("was killed by SIGKILL")
 
 
+_LATE = """
+import time
+from types import SimpleNamespace
+
+from pygdist.lightning import launcher
+
+# as on a busy machine: it finds both ended
+launcher.connection = SimpleNamespace(wait=lambda *_, timeout: time.sleep(8))
+"""
+
+
+@pytest.mark.usefixtures("warm_python")
+def test_a_killed_rank_is_named_though_the_error_of_another_is_seen_first(tmp_path: Path) -> None:
+    said = _run(_LATE + _FAILURE, tmp_path, "graph_ddp_notebook", "10")
+    assert said.startswith("LostRankError: rank 1 (process "), said
+
+
 _ALIKE = """
 import sys
 
