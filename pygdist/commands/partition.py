@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -116,7 +117,7 @@ class Parts:
         reserve: With --parts=auto, the share of that memory that training needs for itself. Two thirds by default.
         method: Who owns which node or edge: the name or the class path of a Partitioner. chunk by default, libra with
             --placement=edges, hash with --placement=columns.
-        method_args: Arguments of the method.
+        method_args: Arguments of the method; --method.NAME=VALUE gives one.
         hops: Number of hops that the halo of a part reaches.
         placement: What a part holds of its halo. nodes: the ids of the rows, for training that fetches them. replicas:
             their features and edges too, for training without communication. By default nodes for one hop, replicas for
@@ -209,6 +210,8 @@ def _with_plug_ins(result: Parser) -> Parser:
 
 def run(command: str, arguments: list[str]) -> int:
     """Run the command line of :func:`partition`."""
+    # as runs give them to a class: --data.partitioner.NAME
+    arguments = [re.sub(r"^--method\.", "--method_args.", argument) for argument in arguments]
     options = _with_plug_ins(parser()).parse_args(arguments).as_dict()
     as_json = options.pop("json")
     graph = Graph(**{field.name: options.pop(field.name) for field in fields(Graph)})

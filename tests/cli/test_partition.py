@@ -99,13 +99,14 @@ def test_parts_of_edges(folder: Path, graphs: Path) -> None:
     assert said in "".join(rank.err for rank in ranks)
 
 
-def test_options_reach_dataset_preprocessing_and_method(folder: Path) -> None:
+@pytest.mark.parametrize("seed", [("--method_args={seed: 5}",), ("--method.seed=5",), ("--method.seed", "5")])
+def test_options_reach_dataset_preprocessing_and_method(seed: tuple[str, ...], folder: Path) -> None:
     outcome = pygdist(
         "partition",
         "--dataset=sbm",
         "--dataset_args={num_nodes: 60, num_classes: 3}",
         "--method=hash",
-        "--method_args={seed: 5}",
+        *seed,
         "--split=[0.6, 0.2, 0.2]",
         "--remove_self_loops=true",
         "--num_classes=5",
