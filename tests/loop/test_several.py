@@ -117,7 +117,7 @@ def _with_further_tensors(rank: int, num_ranks: int, folder: str, of_data: bool)
         loss.backward()
         optimizer.step()
         found.append(float(loss))
-    with pytest.raises(AttributeError, match="the graph has no poss; further tensors of its nodes: pos, kind"):
+    with pytest.raises(AttributeError, match="the graph has no poss; further tensors of its nodes: kind, pos"):
         graph.poss  # noqa: B018
     return found, graph.gather(graph.pos)
 

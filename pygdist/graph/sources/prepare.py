@@ -120,7 +120,7 @@ def prepare(
 def _inputs_of_nodes(data: Data, num_nodes: int, names: Collection[str] | None, notes: list[str]) -> dict[str, Tensor]:
     """Return further tensors of nodes by name, in types of a store; with ``None`` all that there are."""
     inputs = {}
-    for name in data.keys() if names is None else names:
+    for name in sorted(data.keys()) if names is None else names:  # PyG gives the keys in any order
         value = data.get(name)
         if name in FIELDS or not name.isidentifier() or not isinstance(value, Tensor) or not data.is_node_attr(name):
             continue
