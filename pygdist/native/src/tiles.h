@@ -168,9 +168,8 @@ struct RaggedTile : Tile<T, L, C> {
 // code. Powers of two are not for adding to a row: their last tile takes the columns that it shares for its own.
 enum class Widths { kAny, kPowersOfTwo };
 
-// Covers columns first..last-1 with tiles of at most `Count` vectors. The last vector, or the last tile, ends where the
-// columns end, so it may overlap the one before it: those columns are computed twice, with equal results, which is
-// cheaper than masks or a scalar tail. The columns from `begin` on are no fewer than one vector.
+// Covers columns first..last-1, at most `Count` vectors, with one tile. A ragged tile that shares no column stands for
+// whole vectors: one form for both is half the code.
 template <class T, int Lanes, int Count, class Body>
 inline void cover_by_any(int64_t first, int64_t last, const Body& body) {
   if constexpr (Count > 1) {
@@ -183,6 +182,9 @@ inline void cover_by_any(int64_t first, int64_t last, const Body& body) {
   }
 }
 
+// Covers columns first..last-1 with tiles of at most `Count` vectors. The last vector, or the last tile, ends where the
+// columns end, so it may overlap the one before it: those columns are computed twice, with equal results, which is
+// cheaper than masks or a scalar tail. The columns from `begin` on are no fewer than one vector.
 template <class T, Widths W, int Lanes, int Count, class Body>
 inline void cover(int64_t begin, int64_t first, int64_t last, const Body& body) {
   constexpr int64_t kWidth = Count * Lanes;
