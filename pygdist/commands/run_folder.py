@@ -25,8 +25,7 @@ from pygdist.lightning.resume import newest_checkpoint
 from pygdist.lightning.stopping import ON_SIGNAL
 
 _MARK = ".unfinished"
-_LAST = re.compile(r"last(-v\d+)?\.ckpt")  # as Lightning names them
-_HPC = re.compile(r"hpc_ckpt_\d+\.ckpt")
+_LAST = re.compile(rf"last(-v\d+)?\.ckpt|hpc_ckpt_\d+\.ckpt|{re.escape(ON_SIGNAL)}")  # most are Lightning's names
 _MOUNTS = Path("/proc/self/mountinfo")
 _OF_POD = re.compile(r"/([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})/etc-hosts /etc/hosts ")
 _WAIT_S = 30.0  # within which processes of a run that was lost are gone
@@ -200,28 +199,24 @@ def _locked(path: Path) -> IO[str]:
             return file
 
 
-def named_checkpoint(name: str, root: Path, hpc: Path, config: Mapping[str, Any]) -> Path:
+def named_checkpoint(name: str, root: Path, config: Mapping[str, Any]) -> Path:
     """Return the file that ``--ckpt_path=last``, ``best`` or ``hpc`` means: of the newest run of this configuration.
 
     Args:
-        name: One of the three. ``last`` may be a file that was saved on a signal.
+        name: One of the three. ``last`` may be a file that was saved on a signal; ``hpc`` is one that was saved when
+            SLURM asked for a requeue, so runs without such a file do not count.
         root: The folder of all runs.
-        hpc: The folder where Lightning saves when SLURM ends a job.
         config: The configuration, compared with that of a run as ``--resume`` does.
 
     Raises:
         InputError: If there is none; names a run of another configuration, if there is one, and how it differs.
     """
-    option = f"--ckpt_path={name}"
-    if name == "hpc":
-        files = _newest_first(path for path in hpc.glob("hpc_ckpt_*.ckpt") if _HPC.fullmatch(path.name))
-        runs = [(_run_of(path), [path]) for path in files]
-    else:
-        folders = {path: path.rglob("*.ckpt") for _, path in _versions(root)}
-        inside = {root: (path for path in root.rglob("*.ckpt") if not folders.keys() & set(path.parents))}
-        found = [(folder, _newest_first(files)) for folder, files in (folders | inside).items()]
-        runs = [(folder, files) for folder, files in found if files]
-        runs.sort(key=lambda run: _time(run[1][0]), reverse=True)
+    option, pattern = f"--ckpt_path={name}", "hpc_ckpt_*.ckpt" if name == "hpc" else "*.ckpt"
+    folders = {path: path.rglob(pattern) for _, path in _versions(root)}
+    inside = {root: (path for path in root.rglob(pattern) if not folders.keys() & set(path.parents))}
+    found = [(folder, _newest_first(files)) for folder, files in (folders | inside).items()]
+    runs = [(folder, files) for folder, files in found if files]
+    runs.sort(key=lambda run: _time(run[1][0]), reverse=True)
     others = ""
     for folder, saved in runs:
         if differs := _difference(folder, config):
@@ -229,7 +224,7 @@ def named_checkpoint(name: str, root: Path, hpc: Path, config: Mapping[str, Any]
             continue
         if others:
             rank_zero_info(f"{option}: {others}, so it does not count")
-        meant = _best(saved[0]) if name == "best" else [path for path in saved if name == "hpc" or _is_last(path)]
+        meant = _best(saved[0]) if name == "best" else [path for path in saved if _LAST.fullmatch(path.name)]
         if not meant:
             raise InputError(f"{option}: {folder} has checkpoints, but none that is called so; give the file")
         return meant[0]
@@ -237,8 +232,7 @@ def named_checkpoint(name: str, root: Path, hpc: Path, config: Mapping[str, Any]
         raise InputError(
             f"{option}: there is no run of this configuration: {others}; correct the option, or give the file"
         )
-    where = f"hpc_ckpt_N.ckpt in {hpc}" if name == "hpc" else f"run with checkpoints under {root}"
-    raise InputError(f"{option}: there is no {where}; give the file")
+    raise InputError(f"{option}: there is no run with {pattern} under {root}; give the file")
 
 
 def _newest_first(paths: Iterable[Path]) -> list[Path]:
@@ -248,15 +242,6 @@ def _newest_first(paths: Iterable[Path]) -> list[Path]:
 
 def _time(path: Path) -> int:
     return path.stat().st_mtime_ns
-
-
-def _is_last(path: Path) -> bool:
-    return _LAST.fullmatch(path.name) is not None or path.name == ON_SIGNAL
-
-
-def _run_of(path: Path) -> Path:
-    """Return the folder of the run that has saved a checkpoint elsewhere, by the place of its other checkpoints."""
-    return next((Path(state["dirpath"]).parent for state in _saving(path) if state.get("dirpath")), path.parent)
 
 
 def _saving(path: Path) -> list[dict[str, Any]]:

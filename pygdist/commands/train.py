@@ -29,6 +29,7 @@ from typing_extensions import override
 from pygdist.checkpoints import TRAINING_PARTS, read
 from pygdist.commands.messages import Parser, described, last_value, one_line, options_of, refused_by, shorten
 from pygdist.commands.named_classes import of_file, with_class_paths
+from pygdist.commands.requeue import RequeuedInFolder
 from pygdist.commands.run_folder import RunFolder, folder_to_go_on, named_checkpoint, new_folder
 from pygdist.commands.short_help import short_help, wants_help
 from pygdist.commands.trainer_options import accelerator_of, check_settings, check_trainer
@@ -249,9 +250,7 @@ class GraphCLI(LightningCLI):
             if is_first_rank():
                 log.warning("no --ckpt_path: %s runs on a model that was never trained", subcommand)
         elif checkpoint in _NAMES_OF_CHECKPOINTS:
-            folder = config.checkpoint.dirpath or root
-            hpc = Path(config.trainer.default_root_dir or ".")
-            path = named_checkpoint(checkpoint, Path(folder), hpc, self._as_saved(config))
+            path = named_checkpoint(checkpoint, Path(config.checkpoint.dirpath or root), self._as_saved(config))
             rank_zero_info(f"--ckpt_path={checkpoint}: {path}")
             checkpoint = config["ckpt_path"] = str(path)
         if checkpoint is not None and not is_remote(checkpoint):
@@ -303,6 +302,7 @@ class GraphCLI(LightningCLI):
             self.save_config_callback = None
             kwargs["log_every_n_steps"] = None  # Lightning refuses our default
         trainer = super().instantiate_trainer(**kwargs)
+        trainer._checkpoint_connector = RequeuedInFolder(trainer)
         local, devices = int(os.environ.get("LOCAL_RANK", "0")), trainer.num_devices
         if local >= devices and "LOCAL_WORLD_SIZE" not in os.environ:  # torchrun's are compared by Lightning
             raise InputError(

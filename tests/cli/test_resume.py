@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import shutil
+import signal
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,7 @@ import yaml
 from pygdist import InputError
 from pygdist.commands import run_folder
 from pygdist.commands.run_folder import RunFolder, folder_to_go_on, named_checkpoint, new_folder
-from tests.cli.commands import Outcome, assert_mistake, pygdist, torchrun
+from tests.cli.commands import Outcome, assert_mistake, pygdist, slurm, torchrun
 
 FIT = ("fit", "--config=run.yaml")
 
@@ -320,22 +321,64 @@ def test_the_newest_run_is_the_one_that_was_saved_last(begun: Path) -> None:
     for time, path in enumerate((*second.rglob("*.ckpt"), *first.rglob("*.ckpt"))):
         os.utime(path, (time, time))
     os.utime(first / "checkpoints" / "last.ckpt", (50, 50))
-    assert named_checkpoint("last", begun / "runs", begun, config).parent.parent == first
+    assert named_checkpoint("last", begun / "runs", config).parent.parent == first
     shutil.copy(second / "checkpoints" / "last.ckpt", second / "checkpoints" / "on_signal.ckpt")  # newer than all
-    assert named_checkpoint("last", begun / "runs", begun, config) == second / "checkpoints" / "on_signal.ckpt"
-    assert named_checkpoint("best", begun / "runs", begun, config).parent.parent == second
+    assert named_checkpoint("last", begun / "runs", config) == second / "checkpoints" / "on_signal.ckpt"
+    assert named_checkpoint("best", begun / "runs", config).parent.parent == second
 
 
-def test_hpc_checkpoints_are_those_of_the_configuration(begun: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(begun)
-    config = yaml.safe_load(Path("runs/version_0/config.yaml").read_text())
+_REQUEUE = """
+import os
+import signal
+
+import lightning.pytorch as pl
+
+
+class Requeue(pl.Callback):  # SLURM sends SIGUSR1 before the time is up, as the job asked by --signal
+    def on_train_epoch_start(self, trainer, module):
+        if trainer.current_epoch == 2 and trainer.global_rank == 1 and "SLURM_RESTART_COUNT" not in os.environ:
+            os.kill(os.getpid(), signal.SIGUSR1)
+"""
+
+
+def test_a_requeued_job_goes_on_with_its_run_alone(folder: Path, tmp_path: Path) -> None:
+    (folder / "requeue.py").write_text(_REQUEUE)
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {folder}/requeued\nkill -TERM $PPID\n')
+    scontrol.chmod(0o755)
+    args = (*FIT, "--trainer.callbacks+=requeue.Requeue", "--trainer.max_epochs=6", "--trainer.num_sanity_val_steps=0")
+    path = {"PATH": f"{scontrol.parent}:{os.environ['PATH']}"}
+
+    assert [rank.code for rank in slurm(*args, folder=folder, env=path)] == [128 + signal.SIGTERM] * 2
+    assert (folder / "requeued").read_text() == "requeue 7\n"
+    saved = "runs/version_0/checkpoints/hpc_ckpt_1.ckpt"
+    assert [str(one.relative_to(folder)) for one in folder.rglob("hpc_ckpt_*")] == [saved]
+
+    anew = slurm(*args, "--resume=false", folder=folder, env={"SLURM_RESTART_COUNT": "1"})
+    assert [rank.code for rank in anew] == [0, 0]
+    assert set(_losses(folder, 1)) == set(range(6))
+    again = slurm(*args, folder=folder, env={"SLURM_RESTART_COUNT": "1"})
+    assert [rank.code for rank in again] == [0, 0]
+    assert f"the run goes on from {saved}" in again[0].err
+    assert _losses(folder) == _losses(folder, 1)
+
+    other = slurm(*args, "--model.lr=0.5", folder=folder)
+    assert "goes on from" not in other[0].err
+    assert set(_losses(folder, 2)) == set(range(6))
+
+
+def test_hpc_checkpoints_are_those_of_the_configuration(begun: Path) -> None:
+    config = yaml.safe_load((begun / "runs/version_0/config.yaml").read_text())
+    shutil.copytree(begun / "runs/version_0", begun / "runs/version_1")  # newer, but without such a file
+    folder = begun / "runs" / "version_0" / "checkpoints"
     for number in (2, 1):  # the second one is newer
-        shutil.copy("runs/version_0/checkpoints/last.ckpt", f"hpc_ckpt_{number}.ckpt")
-        os.utime(f"hpc_ckpt_{number}.ckpt", (10 - number, 10 - number))
-    assert named_checkpoint("hpc", Path("runs"), Path("."), config).name == "hpc_ckpt_1.ckpt"
+        shutil.copy(folder / "last.ckpt", folder / f"hpc_ckpt_{number}.ckpt")
+        os.utime(folder / f"hpc_ckpt_{number}.ckpt", (10 - number, 10 - number))
+    assert named_checkpoint("hpc", begun / "runs", config) == folder / "hpc_ckpt_1.ckpt"
     config["model"]["lr"] = 0.5
     with pytest.raises(InputError, match=r"no run of this configuration: .*version_0 is another run's \(--model.lr\)"):
-        named_checkpoint("hpc", Path("runs"), Path("."), config)
+        named_checkpoint("hpc", begun / "runs", config)
 
 
 def test_other_names_than_lightnings_are_not_last(tmp_path: Path) -> None:
@@ -345,7 +388,7 @@ def test_other_names_than_lightnings_are_not_last(tmp_path: Path) -> None:
     for time, name in enumerate(names):
         (folder / name).touch()
         os.utime(folder / name, (time, time))
-    assert named_checkpoint("last", tmp_path, tmp_path, {}).name == "last-v10.ckpt"
+    assert named_checkpoint("last", tmp_path, {}).name == "last-v10.ckpt"
 
 
 @pytest.mark.parametrize("name", ["last", "best", "hpc"])
