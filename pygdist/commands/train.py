@@ -56,6 +56,8 @@ TASKS = {"nodes": NodeClassifier, "regression": NodeRegressor, "links": LinkPred
 _SCORE = "val_acc"
 _NAMES_OF_CHECKPOINTS = ("best", "last", "hpc")
 _STRATEGY = "graph_ddp"  # by default
+# options that may differ between machines
+_OF_MACHINE = ("--trainer.default_root_dir", "--data.cache_dir", "--trainer.enable_progress_bar")
 # messages of Lightning that tell a user of pygdist nothing
 _IGNORED_WARNINGS = (
     "LightningCLI's args parameter",  # wherever sys.argv is not empty
@@ -359,6 +361,8 @@ class GraphCLI(LightningCLI):
         trainer: Any = self.trainer  # Lightning's types lack some of its attributes
         config = self.config[self.subcommand]
         resume, config["resume"] = config.resume, None  # the saved configuration repeats the run
+        if isinstance(trainer.strategy, GraphDDPStrategy):
+            trainer.strategy.options = _flat(self._as_saved(config))
         root, saved = Path(config.trainer.default_root_dir or "runs"), config.checkpoint.dirpath
         if not self._logs and resume and saved is None:
             raise InputError("--resume: without pygdist's own loggers, say where checkpoints are: --checkpoint.dirpath")
@@ -467,6 +471,17 @@ def _task_by_class(arguments: list[str]) -> list[str]:
         else:
             result.append(tasks.get(argument, argument))
     return result
+
+
+def _flat(config: dict[str, Any], prefix: str = "--") -> dict[str, object]:
+    """Return the options that all ranks must have alike, by name as on the command line."""
+    flat: dict[str, object] = {}
+    for name, value in config.items():
+        if isinstance(value, dict) and value:
+            flat |= _flat(value, f"{prefix}{name}.")
+        elif f"{prefix}{name}" not in _OF_MACHINE:
+            flat[f"{prefix}{name}"] = value
+    return flat
 
 
 def _help_text(command: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import datetime
 import logging
 import traceback
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -24,6 +25,7 @@ from typing_extensions import override
 
 from pygdist import signals
 from pygdist.comm import Communicator, Watchdog
+from pygdist.comm.alike import require_alike
 from pygdist.comm.ddp import (
     DDP_OPTIONS,
     ONE_BUCKET_MB,
@@ -43,11 +45,13 @@ from pygdist.lightning.checks import overflow_in, read_only_folder, unusable_nam
 from pygdist.lightning.launcher import GraphLauncher, ProcessLauncher
 from pygdist.lightning.meeting import Launched, check_address, connect, hosts_store, warn_of_joining
 from pygdist.lightning.one_lightning import OfLightning
+from pygdist.lightning.same_options import options_of_optimizers, options_of_run
 from pygdist.lightning.stopping import Stopping
 from pygdist.lightning.table import write_epoch
 from pygdist.lightning.to_rank_zero import broadcast_plain
 from pygdist.memory.limits import refusal_of, require_for_ranks
 from pygdist.memory.machine import keep_freed_memory
+from pygdist.routing.agreement import options_of_model
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +87,8 @@ class GraphDDPStrategy(OfLightning, DDPStrategy):
     """
 
     strategy_name = "graph_ddp"
+    #: Options of the command line, by name, which must be equal on all ranks; without one those of the trainer are.
+    options: Mapping[str, object] = MappingProxyType({})
     #: Gradients go to all ranks at once, not round a ring.
     sums_in_one_round: bool = False
 
@@ -229,6 +235,7 @@ class GraphDDPStrategy(OfLightning, DDPStrategy):
         )
         self._communicator.meet(self.root_device)
         self._stopping.begin(self._current_trainer, self._watchdog)
+        require_alike(self.options or options_of_run(self._current_trainer, self.lightning_module), self._communicator)
         if self._current_trainer is not None:
             self._communicator.agree(read_only_folder(self._current_trainer) or unusable_name(self._current_trainer))
 
@@ -248,7 +255,13 @@ class GraphDDPStrategy(OfLightning, DDPStrategy):
                 "if the backend trains each part by itself"
             )
             self._layer_sync = None
+        if self.lightning_module is not None:
+            require_alike(options_of_model(self.lightning_module), self.communicator)
         super().setup(trainer)
+        require_alike(
+            options_of_optimizers(self.optimizers, (one.scheduler for one in self.lr_scheduler_configs)),
+            self.communicator,
+        )
 
     @override
     def configure_ddp(self) -> None:

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pygdist.comm import Communicator
+from pygdist.comm.alike import text_of_rank_zero
 from pygdist.errors import InputError
-
-_PIECE = 1000  # bytes of a text that travel at once
 
 
 def to_rank_zero(
@@ -40,11 +39,7 @@ def from_rank_zero(text: str, strategy: Any) -> str:
     communicator: Communicator | None = getattr(strategy, "communicator", None)
     if communicator is None:  # one process, or a strategy that is refused as soon as the model is set up
         return str(strategy.broadcast(text))
-    escaped = text.encode("unicode_escape").decode()  # so that a piece is as many bytes as characters
-    length = int(communicator.gather([float(len(escaped))])[0, 0])
-    starts = range(0, length, _PIECE)
-    pieces = [communicator.gather_text(f"'{escaped[start : start + _PIECE]}'")[0][1:-1] for start in starts]
-    return "".join(pieces).encode().decode("unicode_escape")
+    return text_of_rank_zero(text, communicator)
 
 
 def broadcast_plain(value: Any, src: int, device: torch.device) -> Any:

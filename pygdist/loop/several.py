@@ -19,6 +19,7 @@ from pygdist import signals
 from pygdist.backends import Backend, resolve_backend
 from pygdist.backends.base import names_of
 from pygdist.comm import Communicator
+from pygdist.comm.alike import require_alike
 from pygdist.comm.launched import is_first_of_machine, join, new_group, own_device
 from pygdist.errors import InputError
 from pygdist.graph import Shard, load_graph, prepare, read_meta
@@ -30,7 +31,7 @@ from pygdist.nn.inputs import fill_in_sizes
 from pygdist.nn.loss import labelled_rows
 from pygdist.partition import Partitioner
 from pygdist.partition.run import CACHE, cached_store
-from pygdist.routing.agreement import agree_on_parts
+from pygdist.routing.agreement import agree_on_parts, options_of_backend, options_of_model
 from pygdist.routing.distribute import distribute, with_hooks
 
 _OPTIONS, _NO_CLASS = ("weight", "ignore_index"), -100  # of a loss of torch, that its mean depends on
@@ -83,6 +84,7 @@ def open_graph(
     several = dist.is_initialized() and dist.get_world_size() > 1
     communicator = Communicator(new_group(place) if several else None, device=place)
     communicator.meet(place)
+    require_alike({**options_of_backend(runs), "float_labels": float_labels}, communicator)
     shard, meta, error = None, None, None
     try:
         folder = (
@@ -180,6 +182,7 @@ class OpenGraph:
         fill_in_sizes(model, self._shard)
         model.to(self.device)
         if self.num_ranks > 1:
+            require_alike(options_of_model(model), self._communicator)
             self._share(model)
         distribute(model, backend=self._backend)
         self._backend.look_at(model, None)

@@ -9,6 +9,7 @@ pass compares.
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch_geometric import EdgeIndex
 from torch_geometric.nn import MessagePassing
 
@@ -26,6 +28,7 @@ from pygdist.hops.arguments import mapped, named_values
 from pygdist.hops.layer import layer_name, own_class
 
 _STRUCTURE = ("n_id", "indptr", "src", "e_id")  # files of a part: its nodes and edges
+_PLAIN = (bool, int, float, str, type(None))
 _MOST_NAMES = 4
 _FIRST_PASSES = 3  # the second may know what the first one kept, the third what stays
 
@@ -138,6 +141,28 @@ def agree_on_parts(parts: Sequence[Mapping[str, Any]], ranks: Communicator) -> N
             "the ranks have parts of different partitions; give all machines the same folder, or copy one folder to "
             "all, and fix the seed of a partitioner that draws"
         )
+
+
+def options_of_backend(backend: Backend) -> dict[str, object]:
+    """Return class and arguments of a backend that ranks compare: plain values, as others may name places."""
+    taken = inspect.signature(type(backend).__init__).parameters
+    plain = {name: one for name, one in backend.arguments().items() if name in taken and isinstance(one, _PLAIN)}
+    return {"backend": type(backend).__qualname__} | {f"{name} of the backend": one for name, one in plain.items()}
+
+
+def options_of_model(model: nn.Module) -> dict[str, object]:
+    """Return what ranks compare of a model before it is trained: classes of modules, shapes and kinds of parameters."""
+    options: dict[str, object] = {"model": own_class(model).__name__}
+    for name, module in model.named_modules():
+        library = own_class(module).__module__.partition(".")[0]
+        options[f"module '{name}'"] = own_class(module).__name__
+        if library == "torch" and not any(module.children()):
+            options[f"module '{name}'"] = str(module)  # with its options, such as those of a dropout
+    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, one in tensors:
+            shape = "not known yet" if is_lazy(one) else tuple(one.shape)
+            options[f"{kind} '{name}'"] = f"{str(one.dtype).removeprefix('torch.')} of shape {shape}"
+    return options
 
 
 def _compare(model: nn.Module, ranks: Communicator, facts: list[_Fact]) -> None:

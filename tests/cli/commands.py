@@ -7,6 +7,7 @@ that torchrun, or SLURM, would give them.
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import socket
 import sys
@@ -16,6 +17,8 @@ from typing import Any
 
 from pygdist import cli
 from tests.server import Outcome, begin, run
+
+_FURTHER = "ARGUMENTS_OF_THE_SECOND_RANK"
 
 __all__ = ["Outcome", "assert_mistake", "pygdist", "slurm", "start", "torchrun"]
 
@@ -30,17 +33,20 @@ def start(*args: str, folder: Path) -> Any:
     return begin(_main, args, folder, {}, (f"{folder}/out", f"{folder}/err"))
 
 
-def torchrun(*args: str, folder: Path, env: Mapping[str, str] | None = None) -> list[Outcome]:
-    """Run the command on two ranks that torchrun started."""
+def torchrun(
+    *args: str, folder: Path, env: Mapping[str, str] | None = None, second: Sequence[str] = ()
+) -> list[Outcome]:
+    """Run the command on two ranks that torchrun started; the ``second`` one gets further arguments."""
     shared = {**_rendezvous(), **(env or {}), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "test"}
     ranks = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"} for rank in range(2)]
+    ranks[1][_FURTHER] = " ".join(second)
     return run(_main, [*args, "--trainer.devices=2"], folder, ranks)
 
 
 def slurm(*args: str, folder: Path, env: Mapping[str, str] | None = None) -> list[Outcome]:
     """Run the command on two tasks of one machine that SLURM's srun started."""
-    shared = {**_rendezvous(), **(env or {}), "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "graph", "SLURM_NTASKS": "2", "SLURM_NODEID": "0"}
-    shared |= {"SLURM_NTASKS_PER_NODE": "2", "SLURM_NODELIST": "localhost", "SLURM_NNODES": "1"}
+    shared = {**_rendezvous(), **(env or {}), "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "graph", "SLURM_NTASKS": "2"}
+    shared |= {"SLURM_NODEID": "0", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NODELIST": "localhost", "SLURM_NNODES": "1"}
     tasks = [shared | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
     return run(_main, [*args, "--trainer.devices=2"], folder, tasks)
 
@@ -80,5 +86,6 @@ def _rendezvous() -> dict[str, str]:
 
 
 def _main(args: list[str]) -> int:
+    args = [*args, *os.environ.get(_FURTHER, "").split()]
     sys.argv = ["pygdist", *args]
     return cli.main(args)

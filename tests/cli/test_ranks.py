@@ -52,6 +52,27 @@ def test_one_line_from_all_ranks(
     assert files(folder) - {"cache"} == before
 
 
+DIFFERENCES = {
+    "--model.lr=0.5": "--model.lr is 0.01 on rank 0, but 0.5 on rank 1; start all processes with the same options",
+    "--model.model.hidden_channels=16": "hidden_channels is 8 on rank 0, but 16 on rank 1",
+    "--trainer.max_epochs=9": "--trainer.max_epochs is 3 on rank 0, but 9 on rank 1",
+    "--data.store=nowhere": "--data.store is None on rank 0, but nowhere on rank 1",
+    "--model.backend=cache": "--model.backend is comm on rank 0, but cache on rank 1",
+    "--optimizer=SGD": "--optimizer.class_path is not set on rank 0, but torch.optim.SGD on rank 1",
+    "--model.class_weights=[1.0,2.0,1.0,1.0]": "--model.class_weights",
+}
+
+
+@pytest.mark.parametrize(("option", "words"), DIFFERENCES.items(), ids=DIFFERENCES)
+def test_machines_with_other_options_are_refused(option: str, words: str, folder: Path) -> None:
+    assert_mistake(torchrun(*FIT, folder=folder, second=[option]), words)
+
+
+def test_machines_may_have_other_folders(folder: Path) -> None:
+    second = [f"--trainer.default_root_dir={folder}/there", f"--data.cache_dir={folder}/cached"]
+    _check_run(folder, torchrun(*FIT, folder=folder, second=second))
+
+
 @pytest.fixture
 def damaged(folder: Path, graphs: Path) -> Path:
     """A folder whose store has one wrong byte, in the part that only rank 1 reads."""

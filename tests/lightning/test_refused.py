@@ -15,7 +15,7 @@ from torch_geometric.nn import GCN
 
 from experiments.reliability.malformed.stores import forge
 from pygdist import GraphDataModule, GraphDDPStrategy, InputError
-from pygdist.backends import DelayedBackend, ReplicaBackend
+from pygdist.backends import DelayedBackend, HybridBackend, ReplicaBackend
 from pygdist.comm import Communicator
 from pygdist.graph import write_store
 from pygdist.lightning import LinkPredictor, ModelAveragingStrategy, NodeClassifier
@@ -136,6 +136,34 @@ def _fit_too_fast(rank: int, world_size: int, folder: str) -> str:
 def test_a_rate_that_overflows_in_mid_run_is_named(pool: RankPool, tmp_path: Path) -> None:
     for said in pool.run(_fit_too_fast, 2, str(tmp_path)):
         assert said.startswith("lr of SGD is 1e+47, too large for a step")
+
+
+def _fit_otherwise(rank: int, world_size: int, folder: str, kind: str) -> str:
+    options: dict[str, Any] = {"lr": 0.1 * (1 + rank)} if kind == "lr" else {}
+    backend = HybridBackend(cache_ratio=rank / 2) if kind == "backend" else "comm"
+    model = GCN(
+        8, 4 + rank if kind == "width" else 4, num_layers=2, out_channels=3, dropout=rank / 2 * (kind == "dropout")
+    ).double()
+    data = GraphDataModule(runs.graph(), partitioner="hash", cache_dir=Path(folder) / "cache")
+    trainer = runs.trainer(rank, world_size, folder, max_epochs=3 + rank * (kind == "epochs"))
+    with pytest.raises(InputError) as error:
+        trainer.fit(NodeClassifier(model, backend, **options), datamodule=data)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("lr", "lr of optimizer 0, group 0 is 0.1 on rank 0, but 0.2 on rank 1"),
+        ("backend", "cache_ratio of the backend is 0.0 on rank 0, but 0.5 on rank 1"),
+        ("width", "parameter 'model.convs.0.bias' is float64 of shape (4,) on rank 0, but float64 of shape (5,)"),
+        ("epochs", "max_epochs is 3 on rank 0, but 4 on rank 1; start all processes with the same options"),
+        ("dropout", "Dropout(p=0.0, inplace=False) on rank 0, but Dropout(p=0.5, inplace=False) on rank 1"),
+    ],
+)
+def test_scripts_that_train_otherwise_are_refused(kind: str, words: str, pool: RankPool, tmp_path: Path) -> None:
+    for said in pool.run(_fit_otherwise, 2, str(tmp_path), kind):
+        assert words in said
 
 
 def test_a_run_may_go_on_with_it(pool: RankPool, tmp_path: Path) -> None:

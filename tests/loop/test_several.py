@@ -18,6 +18,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GAT, GCN, GraphSAGE
 
 from pygdist import InputError, open_graph, undistribute
+from pygdist.backends import HybridBackend
 from pygdist.graph import prepare, write_store
 from pygdist.testing import RankPool
 from tests.lightning.runs import graph as small_graph
@@ -280,6 +281,8 @@ def _refused(rank: int, num_ranks: int, folder: str) -> list[str]:
         lambda: graph.mean(graph.y, nobody),
         lambda: open_graph(f"{folder}/nothing"),
         lambda: graph.mean_loss(F.mse_loss, graph.x[:, :1], graph.x[:, 1]),  # torch takes each with each
+        lambda: open_graph(_graph, backend=HybridBackend(cache_ratio=rank / 2), cache_dir=folder),
+        lambda: graph.distribute(GCN(12, 8 + rank, num_layers=2, out_channels=4).double()),
     ):
         try:
             call()
@@ -290,7 +293,7 @@ def _refused(rank: int, num_ranks: int, folder: str) -> list[str]:
 
 def test_mistakes_are_refused_on_all_ranks(pool: RankPool, tmp_path: Path) -> None:
     for said in pool.run(_refused, 3, str(tmp_path)):
-        assert len(said) == 8
+        assert len(said) == 10
         assert "edge_index" in said[0]
         assert "backend 'replica' does not train on the whole graph; use" in said[1]
         assert "no labels" in said[2]
@@ -298,6 +301,34 @@ def test_mistakes_are_refused_on_all_ranks(pool: RankPool, tmp_path: Path) -> No
         assert "expected a value for each" in said[4]
         assert "no node on any process" in said[5]
         assert "nothing" in said[6]
+        assert "cache_ratio of the backend is 0.0 on rank 0, but 0.5 on rank 1" in said[8]
+        assert "parameter 'convs.0.bias' is float64 of shape (8,) on rank 0, but float64 of shape (9,)" in said[9]
+
+
+def _at_other_rates(rank: int, num_ranks: int, folder: str, change: int) -> tuple[int, str]:
+    graph = open_graph(_graph, cache_dir=folder)
+    model = graph.distribute(GCN(12, 8, num_layers=2, out_channels=4).double())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    for step in range(10):
+        if step == change and rank == 2:
+            optimizer.param_groups[0]["lr"] = 0.0101
+        optimizer.zero_grad()
+        loss = graph.mean_loss(F.cross_entropy, model(graph.x, graph.edge_index), graph.y, graph.train_mask)
+        try:
+            loss.backward()
+        except InputError as error:
+            return step, str(error)
+        optimizer.step()
+    return 10, ""
+
+
+@pytest.mark.parametrize(("change", "seen"), [(0, 1), (4, 7), (99, 10)])
+def test_parameters_that_drift_apart_are_refused(change: int, seen: int, pool: RankPool, tmp_path: Path) -> None:
+    for step, said in pool.run(_at_other_rates, 3, str(tmp_path), change):
+        assert step == seen
+        assert said.startswith(f"the parameters of the ranks differ after {seen} backward passes, most on rank 2") == (
+            change < 10
+        )
 
 
 SCRIPT = """
