@@ -27,6 +27,8 @@ _LENGTH = len(_COMMENT.format(0))
 _END, _END_BYTES = b"PK\x05\x06", 22  # the zip file's last record; its last two bytes are the comment's length
 
 #: Parts of a checkpoint from which training goes on.
+OF_RUN = "pygdist"
+"""The part with facts about the run that saved the checkpoint, for people."""
 TRAINING_PARTS = ("state_dict", "optimizer_states", "lr_schedulers", "loops")
 
 

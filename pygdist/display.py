@@ -76,13 +76,22 @@ def bars(series: Mapping[str, Sequence[int]], *, each: str = "part", of: str = "
     )
 
 
-def said(value: object) -> str:
-    """Return a number or a text as it is shown; texts are escaped."""
+def as_text(value: object) -> str:
+    """Return a value as people read it: numbers with three digits, collections in one line."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {as_text(one)}" for name, one in value.items())
+    if isinstance(value, list):  # of sizes, or of sentences
+        return (", " if all(isinstance(one, int) for one in value) else "; ").join(map(as_text, value)) or "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:,.3g}" if isinstance(value, float) else escape(str(value))
+    if isinstance(value, float):
+        return f"{value:,.0f}" if 100 <= abs(value) < 1e15 else f"{value:,.3g}"
+    return f"{value:,}" if isinstance(value, int) else "unknown" if value is None else str(value)
+
+
+def said(value: object) -> str:
+    """Return a number or a text as it is shown in HTML; texts are escaped."""
+    return escape(as_text(value))
 
 
 def said_bytes(size: float) -> str:

@@ -304,7 +304,7 @@ class Communicator(Transport):
                 self.group, timeout_s=self.timeout.total_seconds(), check_order=self.check_order,
                 watchdog=self._watchdog, local_rank=self.local_rank, device=self._rows_on,
             )  # fmt: skip
-            other.epoch = self.epoch
+            other.epoch, other.unit = self.epoch, self.unit
         try:
             yield other
         finally:

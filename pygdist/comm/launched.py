@@ -10,13 +10,23 @@ import torch.distributed as dist
 from pygdist.errors import InputError
 from pygdist.memory.gpus import number_of
 
+# numbers of processes that srun, Open MPI's mpirun, and MPICH's and Intel's have started
+_TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+
 
 def join(store: dist.Store | None = None) -> bool:
     """Join the other processes of the variables; return false if there are none, or it was done.
 
     They meet in ``store``, by default that of ``torchrun``.
+
+    Raises:
+        InputError: If a variable is missing, or another launcher has started several processes.
     """
-    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if dist.is_initialized():
+        return False
+    if "WORLD_SIZE" not in os.environ:
+        _check_alone()
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return False
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing and store is None:
@@ -28,6 +38,18 @@ def join(store: dist.Store | None = None) -> bool:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         dist.init_process_group(kind, store=store, rank=rank, world_size=world_size)
     return True
+
+
+def _check_alone() -> None:
+    """Refuse processes that would each train alone on the whole graph, as nobody has told them of the others."""
+    for name in _TASKS:
+        number = os.environ.get(name, "1")
+        if number.isdecimal() and int(number) > 1:
+            raise InputError(
+                f"{number} processes were started ({name}), but not by torchrun: WORLD_SIZE is not set, so each would "
+                "train alone on the whole graph; start one torchrun on each machine, as in srun "
+                "--ntasks-per-node=1 torchrun ..., or call torch.distributed.init_process_group first"
+            )
 
 
 def new_group(device: torch.device) -> dist.ProcessGroup:

@@ -47,7 +47,7 @@ _BUSY = 0.02  # of a processor: a thread that takes more does not wait
 class Place:
     """The place of a rank in its work: the epoch, the number of the exchange since the start, and its label.
 
-    ``at`` is its place in a model, in words.
+    ``at`` is its place in a model, in words. A loop of the user's own counts other units than epochs.
     """
 
     epoch: int = 0
@@ -56,9 +56,10 @@ class Place:
     waiting: bool = False  # True while the exchange runs
     stage: str = ""  # ``fit``, ``test``, ...; in an own loop there is none
     at: str = ""
+    unit: str = "epoch"
 
     def __str__(self) -> str:
-        where = f"epoch {self.epoch}, exchange {self.exchange} ({self.label})"
+        where = f"{self.unit} {self.epoch}, exchange {self.exchange} ({self.label})"
         return f"{self.stage}, {where}" if self.stage else where
 
 

@@ -59,6 +59,7 @@ class Transport:
         self.courier = Courier()
         self.recorder: Recorder | None = None
         self._epoch = 0
+        self.unit = "epoch"  # of what whoever trains counts
         self._parent: Transport | None = None  # whose epoch it is
         self._host: Any = None  # of the same ranks, for tensors on the host
         self._on_gpu = 0  # ranks on the GPU of this one, if that is known
@@ -191,7 +192,7 @@ class Transport:
             texts = self._gather_text(f"call {self._calls}: {label}", _LABEL_BYTES)
             if len(set(texts)) > 1:
                 calls = "; ".join(f"rank {rank} makes {text}" for rank, text in enumerate(texts))
-                raise UnequalRanksError(f"the ranks disagree on the next exchange in epoch {self.epoch}: {calls}")
+                raise UnequalRanksError(f"the ranks disagree on the next exchange in {self.unit} {self.epoch}: {calls}")
 
     def begin_wait(self, label: str) -> None:
         """Report that this rank waits from now on for an exchange that it, or a thread, has begun before."""
@@ -228,7 +229,8 @@ class Transport:
             A ``LostRankError``, or an ``UnequalRanksError`` if the watchdog finds that the ranks make different calls.
         """
         number = self._calls if self._watchdog is None else self._watchdog.place.exchange
-        here = f"rank {self._first_rank + self.rank}, epoch {self.epoch}, exchange {number} ({label})"
+        when = f"{self.unit} {self.epoch}"
+        here = f"rank {self._first_rank + self.rank}, {when}, exchange {number} ({label})"
         with_whom = "" if peer is None else f" with rank {self._first_rank + peer}"
         cause = str(error).splitlines()[0] if str(error) else type(error).__name__
         cause = cause.rpartition("] ")[2].partition(". This is typically")[0]  # gloo adds its source file and advice
@@ -238,7 +240,7 @@ class Transport:
 
     def _enter(self, label: str, *, counted: bool = True) -> None:
         if self._watchdog is not None and not self._is_quiet:
-            self._watchdog.enter(self.epoch, label, counted=counted)
+            self._watchdog.enter(self.epoch, label, counted=counted, unit=self.unit)
 
     def _gather_text(self, text: str, size: int) -> list[str]:
         """Return the text of every rank, cut to ``size`` bytes; as plain bytes, nothing is pickled."""

@@ -113,10 +113,11 @@ class Watchdog:
         """True once the heartbeat has stopped."""
         return self._stop.is_set()
 
-    def enter(self, epoch: int, label: str, *, counted: bool = True) -> None:
+    def enter(self, epoch: int, label: str, *, counted: bool = True, unit: str = "epoch") -> None:
         """Note that this rank begins an exchange; one of two ranks alone is not ``counted``."""
         self._since = time.monotonic()
-        self.place = replace(self.place, epoch=epoch, exchange=self.place.exchange + counted, label=label, waiting=True)
+        exchange = self.place.exchange + counted
+        self.place = replace(self.place, epoch=epoch, exchange=exchange, label=label, waiting=True, unit=unit)
         if counted:
             self._digest = zlib.crc32(f"{self.place.at}, {label}".encode(), self._digest)
             self._made.append((self.place.exchange, self._digest))

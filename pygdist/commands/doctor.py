@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pygdist.commands.messages import ArgumentParser
+from pygdist.display import as_text
 
 _PACKAGES = ("pygdist", "torch", "torch_geometric", "lightning", "triton", "numpy", "pymetis", "torch_sparse")
 _GIB = 2**30
@@ -156,19 +157,11 @@ def _show(facts: Mapping[str, Any]) -> None:
     for name, value in facts.items():
         if name == "exchanges":
             continue
-        console.print(f"{name.replace('_', ' ')}: {_said(value)}", soft_wrap=True, markup=False)
+        console.print(f"{name.replace('_', ' ')}: {as_text(value)}", soft_wrap=True, markup=False)
     if rows := facts.get("exchanges"):
         table = Table(box=None, pad_edge=False)
         for name in rows[0]:
             table.add_column(name.replace("_", " "), justify="left" if name in ("from", "to") else "right")
         for row in rows:
-            table.add_row(*map(_said, row.values()))
+            table.add_row(*map(as_text, row.values()))
         console.print(table)
-
-
-def _said(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_said(one)}" for name, one in value.items())
-    if isinstance(value, list):
-        return "; ".join(map(_said, value)) or "none"
-    return f"{value:,.3g}" if isinstance(value, float) else "unknown" if value is None else str(value)

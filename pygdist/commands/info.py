@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pygdist.commands.messages import ArgumentParser
+from pygdist.display import as_text
 from pygdist.errors import InputError
 
 _MIB = 2**20
@@ -55,11 +56,13 @@ def checkpoint_facts(path: str | Path) -> dict[str, Any]:
         InputError: If the file cannot be read, or holds no model.
     """
     from pygdist import checkpoints
+    from pygdist.checkpoints import OF_RUN
 
     content = checkpoints.read(path)
     tensors = {name.removeprefix("model."): value for name, value in content["state_dict"].items()}
     return {
         "kind": "checkpoint",
+        **content.get(OF_RUN, {}),
         "epoch": content.get("epoch"),
         "step": content.get("global_step"),
         "lightning": content.get("pytorch-lightning_version"),
@@ -89,12 +92,20 @@ def run(command: str, arguments: list[str]) -> int:
     path = Path(options.path)
     if not path.exists():
         raise InputError(f"{path}: there is no such folder or file; give a partitioned graph or a checkpoint")
+    _check_folder(path)
     facts = store_facts(path) if path.is_dir() else checkpoint_facts(path)
     if options.json:
         sys.stdout.write(json.dumps(facts, indent=1) + "\n")
     else:
         _show(path, facts)
     return 0
+
+
+def _check_folder(path: Path) -> None:
+    """Refuse the folder of a run, with the name of a checkpoint in it."""
+    if path.is_dir() and not (path / "meta.json").exists() and (saved := sorted(path.rglob("*.ckpt"))):
+        last = next((one for one in saved if one.name == "last.ckpt"), saved[-1])
+        raise InputError(f"{path}: holds checkpoints, but is no partitioned graph; give one of them, such as {last}")
 
 
 def _show(path: Path, facts: Mapping[str, Any]) -> None:
@@ -106,21 +117,11 @@ def _show(path: Path, facts: Mapping[str, Any]) -> None:
     console.print(f"{path}: {facts['kind']}", soft_wrap=True, markup=False)
     for name, value in facts.items():
         if name not in ("kind", rows_name) and value not in (None, [], {}):
-            console.print(f"  {name.replace('_', ' ')}: {_said(value)}", soft_wrap=True, markup=False)
+            console.print(f"  {name.replace('_', ' ')}: {as_text(value)}", soft_wrap=True, markup=False)
     rows = facts[rows_name]
     table = Table(box=None, pad_edge=False)
     for name, value in rows[0].items() if rows else ():
         table.add_column(name.replace("_", " "), justify="left" if isinstance(value, str) else "right")
     for row in rows:
-        table.add_row(*map(_said, row.values()))
+        table.add_row(*map(as_text, row.values()))
     console.print(table)
-
-
-def _said(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_said(one)}" for name, one in value.items())
-    if isinstance(value, list):  # of sizes, or of sentences
-        return (", " if all(isinstance(one, int) for one in value) else "; ").join(map(_said, value))
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.3g}" if isinstance(value, float) else str(value)

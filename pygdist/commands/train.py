@@ -7,6 +7,7 @@ import contextlib
 import importlib.util
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -197,7 +198,8 @@ class GraphCLI(LightningCLI):
             TASKS[_task_of(arguments)], GraphDataModule, args=arguments, parser_class=_TrainingParser,
             save_config_kwargs={"overwrite": True}, parser_kwargs=_help_text(arguments[0]), seed_everything_default=0,
             trainer_defaults={
-                "accelerator": "auto", "strategy": _STRATEGY, "devices": 1, "max_epochs": 200, "log_every_n_steps": 1,
+                "accelerator": "auto", "strategy": _STRATEGY, "devices": _processes_here(), "max_epochs": 200,
+                "log_every_n_steps": 1,
             },
         )  # fmt: skip
 
@@ -437,20 +439,43 @@ def training_parser(command: str, task: str = "nodes") -> Any:
     return parsers[0]
 
 
+def _processes_here() -> int:
+    """Return the number of processes that torchrun has started on this machine; 1 without torchrun."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if "TORCHELASTIC_RUN_ID" in os.environ else 1
+
+
 def _mistake_of(error: Exception) -> InputError | None:
     """Return the error to report to the user in one line, or ``None`` if the error is no mistake in the input."""
     text = str(error)
     if isinstance(error, InputError):
         return error
-    of_launcher = isinstance(error, ValueError) and "in Lightning, but" in text  # torchrun or SLURM started other ranks
+    if isinstance(error, ValueError) and "in Lightning, but" in text:  # torchrun or SLURM started other ranks
+        return InputError(_other_processes(text))
     of_interval = isinstance(error, ValueError) and text.lstrip().startswith("`val_check_interval`")
-    if of_launcher or of_interval or isinstance(error, (MisconfigurationException, FileNotFoundError)):
+    if of_interval or isinstance(error, (MisconfigurationException, FileNotFoundError)):
         return InputError(one_line(text))
     if isinstance(error, RuntimeError) and text.startswith("Early stopping conditioned on"):
         return InputError(f"EarlyStopping: {one_line(text)}")
     if isinstance(error, RuntimeError) and "loading state_dict" in text:
         return InputError(f"--ckpt_path: the checkpoint is of another model: {one_line(text.partition(':')[2])}")
     return refusal_of(error)
+
+
+def _other_processes(text: str) -> str:
+    """Say which options ask for other processes than the launcher has started, from Lightning's message."""
+    options = [f"--trainer.{name}={value}" for name, value in re.findall(r"`(devices|num_nodes)=(\d+)`", text)]
+    asked = " and ".join(dict.fromkeys(options))
+    if "SLURM" in text:
+        tasks, nodes = (os.environ.get(name, "?") for name in ("SLURM_NTASKS_PER_NODE", "SLURM_NNODES"))
+        return (
+            f"{asked}: SLURM has started {tasks} tasks on each of {nodes} nodes; make --trainer.devices equal to "
+            "--ntasks-per-node, and --trainer.num_nodes to --nodes"
+        )
+    size, here = (os.environ.get(name, "?") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    return (
+        f"{asked}: torchrun has started {size} processes, {here} of them on this machine; leave both options out, and "
+        "they are as torchrun has it"
+    )
 
 
 def _task_of(arguments: list[str]) -> str:

@@ -17,11 +17,13 @@ from torchmetrics import MeanMetric, Metric
 from typing_extensions import override
 
 from pygdist.backends import Backend, Savings, resolve_backend
+from pygdist.checkpoints import OF_RUN
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Shard
 from pygdist.graph.store.structure import check_values
 from pygdist.hops.arguments import tensors_of
+from pygdist.hops.layer import own_class
 from pygdist.lightning import backend_states
 from pygdist.lightning.checks import (
     LARGEST_RATE,
@@ -190,6 +192,12 @@ class GraphModule(OfLightning, pl.LightningModule):
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._gather_weights()  # in place: the checkpoint holds the same tensors
+        checkpoint[OF_RUN] = {
+            "model": own_class(self.model).__name__,
+            "task": type(self).__name__,
+            "backend": self.backend.name or type(self.backend).__name__,
+            "processes": self.trainer.world_size,
+        }
         if not self.backend.abilities.stateful or "optimizer_states" not in checkpoint:  # weights alone
             return
         if self._bound is None or not getattr(self.trainer.strategy, "is_open", True):

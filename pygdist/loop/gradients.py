@@ -61,6 +61,7 @@ class SummedGradients:
         if not reached:
             return
         self._passes += 1
+        self._communicator.epoch = self._passes
         with torch.no_grad():
             if self._passes > 1 and self._passes.bit_count() == 1:
                 self._compare()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -83,6 +83,7 @@ def open_graph(
         torch.cuda.set_device(place)
     several = dist.is_initialized() and dist.get_world_size() > 1
     communicator = Communicator(new_group(place) if several else None, device=place)
+    communicator.unit = "backward pass"
     communicator.meet(place)
     require_alike({**options_of_backend(runs), "float_labels": float_labels}, communicator)
     shard, meta, error = None, None, None
@@ -111,7 +112,7 @@ def open_graph(
     assert meta is not None
     agree_on_parts(meta["parts"], communicator)
     runs.bind(shard, communicator)
-    return OpenGraph(shard, runs, communicator, joined=joined)
+    return OpenGraph(shard, runs, communicator, joined=joined, left_out=meta.get("left_out", ()))
 
 
 class OpenGraph:
@@ -133,8 +134,11 @@ class OpenGraph:
         device: Where the part is.
     """
 
-    def __init__(self, shard: Shard, backend: Backend, communicator: Communicator, *, joined: bool) -> None:
+    def __init__(
+        self, shard: Shard, backend: Backend, communicator: Communicator, *, joined: bool, left_out: Sequence[str] = ()
+    ) -> None:
         self._shard, self._backend, self._communicator, self._joined = shard, backend, communicator, joined
+        self._left_out = left_out  # tensors of nodes that the graph has, and the parts have not
         self.x, self.edge_index, self.y = shard.x, shard.adjacency, shard.y
         self.train_mask, self.val_mask, self.test_mask = shard.train_mask, shard.val_mask, shard.test_mask
         self.edge_weight, self.edge_attr, self.edge_type = shard.edge_weight, shard.edge_attr, shard.edge_type
@@ -154,6 +158,11 @@ class OpenGraph:
         further = vars(self)["_shard"].node_inputs if "_shard" in vars(self) else {}
         if name in further:
             return cast(Tensor, further[name])
+        if name in vars(self).get("_left_out", ()):
+            raise AttributeError(
+                f"the parts lack {name}, which the graph has; write them again with pygdist partition "
+                f"--node_inputs=[{', '.join([*further, name])}]"
+            )
         has = f"; further tensors of its nodes: {', '.join(further)}" if further else ""
         raise AttributeError(f"the graph has no {name}{has}")
 

@@ -12,7 +12,7 @@ from torch_geometric.nn import GCN
 from pygdist import checkpoints
 from pygdist.graph import write_store
 from pygdist.testing import random_graph
-from tests.cli.commands import assert_mistake, pygdist
+from tests.cli.commands import Outcome, assert_mistake, pygdist
 
 
 @pytest.fixture
@@ -48,6 +48,19 @@ def test_a_partitioned_graph_for_people(store: Path) -> None:
     assert f"  nodes: {random_graph('directed')[0].num_nodes}" in lines
     assert lines[-3].split() == ["part", "nodes", "halo", "rows", "edges", "training", "nodes", "size", "mib"]
     assert [line.split()[0] for line in lines[-2:]] == ["0", "1"]
+
+
+def test_the_folder_of_a_run_is_none(trained: tuple[Path, Outcome]) -> None:
+    for name in ("runs", "runs/version_0"):
+        outcome = pygdist("info", name, folder=trained[0])
+        assert_mistake(outcome, f"{name}: holds checkpoints", "such as runs/version_0/checkpoints/last.ckpt")
+
+
+def test_a_checkpoint_names_its_run(trained: tuple[Path, Outcome]) -> None:
+    outcome = pygdist("info", "runs/version_0/checkpoints/last.ckpt", folder=trained[0])
+    assert [line.strip() for line in outcome.out.splitlines()[1:5]] == [
+        "model: GCN", "task: NodeClassifier", "backend: comm", "processes: 1",
+    ]  # fmt: skip
 
 
 def test_a_checkpoint(tmp_path: Path) -> None:

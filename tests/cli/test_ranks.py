@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +31,10 @@ MISTAKES = {
     "too few outputs": (["--model.model.out_channels=3"], ["3 values per node", "out_channels to 4"]),
     "other inputs": (["--model.model.in_channels=5"], ["12 features per node"]),
     "backend of one process": (["--model.backend=single"], ["backend 'single'", "use backend cache, comm"]),
-    "other number of processes": (["--trainer.num_nodes=2"], ["devices=2", "num_nodes=2"]),
+    "other number of processes": (
+        ["--trainer.num_nodes=2"],
+        ["devices=2", "num_nodes=2", "torchrun has started 2 processes, 2 of them on"],
+    ),
     "ddp": (["--trainer.strategy=ddp"], ["'ddp'", "use graph_ddp"]),
     "missing checkpoint": (["--ckpt_path=no.ckpt"], ["no.ckpt: there is no such checkpoint"]),
     "checkpoint of another model": (
@@ -84,6 +88,12 @@ def damaged(folder: Path, graphs: Path) -> Path:
     return folder
 
 
+def test_a_part_that_is_on_another_machine_is_named(damaged: Path) -> None:
+    shutil.rmtree(damaged / "parts" / "part_1")
+    args = (*FIT, "--data.store=parts")
+    assert_mistake(torchrun(*args, folder=damaged), "parts/part_1: there is no such folder on", "found by rank 1")
+
+
 def test_a_damaged_part_is_named_by_the_rank_that_finds_it(damaged: Path) -> None:
     args = (*FIT, "--data.store=parts")
     assert_mistake(torchrun(*args, folder=damaged), "part_1/x.npy: is damaged", "rank 1")
@@ -127,12 +137,16 @@ def test_the_launcher_trains(folder: Path) -> None:
 @pytest.mark.usefixtures("warm_python")
 def test_torchrun_trains(folder: Path) -> None:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    _check_run(folder, [_process(*launcher, "-m", "pygdist.cli", *FIT, "--trainer.devices=2", folder=folder)])
+    _check_run(folder, [_process(*launcher, "-m", "pygdist.cli", *FIT, folder=folder)])
 
 
 def test_slurm_trains_and_one_task_tells_of_a_mistake(folder: Path) -> None:
     _check_run(folder, slurm(*FIT, folder=folder))
     assert_mistake(slurm(*FIT, "--model.backend=single", folder=folder), "backend 'single'")
+    options = ("--trainer.num_nodes=2",)
+    assert_mistake(
+        slurm(*FIT, *options, folder=folder), "--trainer.num_nodes=2: SLURM has started 2 tasks on each of 1"
+    )
 
 
 @pytest.mark.usefixtures("warm_python")

@@ -397,6 +397,28 @@ def test_a_mistake_is_told_in_one_line(tmp_path: Path) -> None:
     assert "Traceback" not in told.stderr
 
 
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_tasks_of_a_launcher_that_know_nothing_of_each_other_are_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setenv(name, "1")
+    assert open_graph(_graph, cache_dir=tmp_path).num_ranks == 1
+    monkeypatch.setenv(name, "2")
+    with pytest.raises(InputError, match=rf"2 processes were started \({name}\), but not by torchrun: WORLD_SIZE"):
+        open_graph(_graph, cache_dir=tmp_path)
+
+
+def test_tensors_that_the_parts_lack_are_named(tmp_path: Path) -> None:
+    whole, store = _graph(), tmp_path / "parts"
+    whole.pos = torch.rand(160, 3)
+    data, notes = prepare(whole, node_inputs=[])
+    write_store(data, torch.zeros(160).long().numpy(), store, num_parts=1, method="mine", arguments={}, notes=notes)
+    graph = open_graph(store)
+    with pytest.raises(AttributeError, match=r"the parts lack pos, .* pygdist partition --node_inputs=\[pos\]"):
+        _ = graph.pos
+
+
 def test_variables_of_a_launcher_that_lack_some_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not dist.is_initialized()
     monkeypatch.setenv("WORLD_SIZE", "2")

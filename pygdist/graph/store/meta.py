@@ -62,6 +62,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import socket
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -306,6 +307,11 @@ def open_part(
     if not 0 <= part < meta["num_parts"]:
         raise InputError(f"{folder}: has no part {part}, only parts 0 to {meta['num_parts'] - 1}")
     place, files = folder / f"part_{part}", meta["parts"][part]["files"]
+    if not place.is_dir():
+        raise InputError(
+            f"{place}: there is no such folder on {socket.gethostname()}; copy it from the machine that wrote the "
+            "parts, or partition the graph again"
+        )
     arrays = {name: open_array(place / f"{name}.npy", expected, verify=verify) for name, expected in files.items()}
     if verify:
         check_arrays(arrays, meta, part, place)
