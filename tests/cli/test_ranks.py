@@ -143,10 +143,8 @@ def test_torchrun_trains(folder: Path) -> None:
 def test_slurm_trains_and_one_task_tells_of_a_mistake(folder: Path) -> None:
     _check_run(folder, slurm(*FIT, folder=folder))
     assert_mistake(slurm(*FIT, "--model.backend=single", folder=folder), "backend 'single'")
-    options = ("--trainer.num_nodes=2",)
-    assert_mistake(
-        slurm(*FIT, *options, folder=folder), "--trainer.num_nodes=2: SLURM has started 2 tasks on each of 1"
-    )
+    two = slurm(*FIT, "--trainer.num_nodes=2", folder=folder)
+    assert_mistake(two, "2 ranks were started, but --trainer.devices and --trainer.num_nodes ask for 4")
 
 
 @pytest.mark.usefixtures("warm_python")
