@@ -27,7 +27,6 @@ from pygdist.errors import InputError
 from pygdist.hops.arguments import mapped, named_values
 from pygdist.hops.layer import layer_name, own_class
 
-_STRUCTURE = ("n_id", "indptr", "src", "e_id")  # files of a part: its nodes and edges
 _PLAIN = (bool, int, float, str, type(None))
 _MOST_NAMES = 4
 _FIRST_PASSES = 3  # the second may know what the first one kept, the third what stays
@@ -123,10 +122,10 @@ def agree_on_model(model: nn.Module, ranks: Communicator) -> None:
 
 
 def agree_on_parts(parts: Sequence[Mapping[str, Any]], ranks: Communicator) -> None:
-    """Compare which nodes and edges the parts of this rank's store have with those of the other ranks' stores.
+    """Compare nodes, edges, classes and splits of the parts of this rank's store with those of the other ranks' stores.
 
-    Machines that partition for themselves, or to which a store was copied, may have others. Values may differ, since
-    processors round differently.
+    Machines that partition for themselves, or to which a store was copied, may have others. Features and other floats
+    may differ, since processors round differently.
 
     Args:
         parts: ``parts`` of the store's ``meta.json``.
@@ -135,11 +134,12 @@ def agree_on_parts(parts: Sequence[Mapping[str, Any]], ranks: Communicator) -> N
     Raises:
         InputError: On all ranks, if they differ.
     """
-    checksums = [[part["files"][name]["crc32"] for name in _STRUCTURE] for part in parts]
+    files = [sorted(part["files"].items()) for part in parts]
+    checksums = [[one["crc32"] for _, one in part if not one["dtype"].startswith("float")] for part in files]
     if not ranks.are_alike([float(zlib.crc32(repr(checksums).encode()))]):
         raise InputError(
-            "the ranks have parts of different partitions; give all machines the same folder, or copy one folder to "
-            "all, and fix the seed of a partitioner that draws"
+            "the ranks have parts of different partitions, labels or splits; give all machines the same folder, or "
+            "copy one folder to all, and fix the seeds of the split and of a partitioner that draws"
         )
 
 

@@ -258,14 +258,21 @@ def _of_other_partitions(rank: int, num_ranks: int, folder: str) -> str:
     return f"trains: {float(graph.mean_loss(F.cross_entropy, model(graph.x, graph.edge_index), graph.y))}"
 
 
-def test_parts_of_different_partitions_are_refused(pool: RankPool, tmp_path: Path) -> None:
-    data, notes = prepare(_graph())
+@pytest.mark.parametrize("differs", ["partition", "labels", "split"])
+def test_parts_of_different_partitions_are_refused(differs: str, pool: RankPool, tmp_path: Path) -> None:
     owner = torch.arange(160) % 2
-    for rank, part in enumerate((owner, 1 - owner)):  # rank 0 and rank 1 both own the even nodes
+    for rank in range(2):
+        data, notes = prepare(_graph())
+        if differs == "labels":
+            data.y = data.y.roll(rank)
+        elif differs == "split":
+            data.train_mask = data.train_mask.roll(rank)
+        else:
+            owner = 1 - owner  # rank 0 and rank 1 both own the even nodes
         folder = tmp_path / str(rank)
-        write_store(data, part.numpy(), folder, num_parts=2, method="mine", arguments={}, notes=notes)
+        write_store(data, owner.numpy(), folder, num_parts=2, method="mine", arguments={}, notes=notes)
     for said in pool.run(_of_other_partitions, 2, str(tmp_path)):
-        assert "the ranks have parts of different partitions" in said
+        assert "the ranks have parts of different partitions, labels or splits" in said
 
 
 def _refused(rank: int, num_ranks: int, folder: str) -> list[str]:
