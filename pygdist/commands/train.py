@@ -345,6 +345,8 @@ class GraphCLI(LightningCLI):
                 the run is removed if it holds no result.
         """
         try:
+            if isinstance(self.trainer.strategy, GraphDDPStrategy):
+                self.trainer.strategy.options = _flat(self._as_saved(self.config[self.subcommand]))
             self._open_folder()
             super()._run_subcommand(str(self.subcommand))
             if self._folder is not None and not self.trainer.interrupted:
@@ -363,8 +365,6 @@ class GraphCLI(LightningCLI):
         trainer: Any = self.trainer  # Lightning's types lack some of its attributes
         config = self.config[self.subcommand]
         resume, config["resume"] = config.resume, None  # the saved configuration repeats the run
-        if isinstance(trainer.strategy, GraphDDPStrategy):
-            trainer.strategy.options = _flat(self._as_saved(config))
         root, saved = Path(config.trainer.default_root_dir or "runs"), config.checkpoint.dirpath
         if not self._logs and resume and saved is None:
             raise InputError("--resume: without pygdist's own loggers, say where checkpoints are: --checkpoint.dirpath")

@@ -64,6 +64,7 @@ DIFFERENCES = {
     "--model.backend=cache": "--model.backend is comm on rank 0, but cache on rank 1",
     "--optimizer=SGD": "--optimizer.class_path is not set on rank 0, but torch.optim.SGD on rank 1",
     "--model.class_weights=[1.0,2.0,1.0,1.0]": "--model.class_weights",
+    "--resume": "--resume is None on rank 0, but True on rank 1",
 }
 
 
