@@ -27,9 +27,15 @@ _LENGTH = len(_COMMENT.format(0))
 _END, _END_BYTES = b"PK\x05\x06", 22  # the zip file's last record; its last two bytes are the comment's length
 
 #: Parts of a checkpoint from which training goes on.
-OF_RUN = "pygdist"
-"""The part with facts about the run that saved the checkpoint, for people."""
 TRAINING_PARTS = ("state_dict", "optimizer_states", "lr_schedulers", "loops")
+
+#: Part with facts about the run that saved a checkpoint: names and numbers.
+RUN_FACTS = "pygdist"
+
+
+def job_of_slurm() -> str | None:
+    """Return the number of the SLURM job that this process is of, if any; it stays when SLURM starts the job again."""
+    return os.environ.get("SLURM_JOB_ID")
 
 
 def write(checkpoint: Mapping[str, Any], path: str | Path) -> None:

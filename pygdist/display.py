@@ -77,7 +77,7 @@ def bars(series: Mapping[str, Sequence[int]], *, each: str = "part", of: str = "
 
 
 def as_text(value: object) -> str:
-    """Return a value as people read it: numbers with three digits, collections in one line."""
+    """Return a value as people read it: fractions with three digits, collections in one line."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {as_text(one)}" for name, one in value.items())
     if isinstance(value, list):  # of sizes, or of sentences

@@ -30,10 +30,18 @@ def require_alike(values: Mapping[str, object], ranks: Communicator) -> None:
     names = [name for name in {**mine, **first} if first.get(name) != mine.get(name)]
     problem = ""
     if names:
-        here, there = (of_rank.get(names[0], "not set")[:_SHOWN] for of_rank in (mine, first))
+        here, there = _shown(*(of_rank.get(names[0], "absent") for of_rank in (mine, first)))
         problem = f"{names[0]} is {there} on rank 0, but {here} on rank {ranks.rank}"
     told = next(filter(None, ranks.gather_text(problem)))
     raise InputError(f"{told}; start all processes with the same options and the same script")
+
+
+def _shown(one: str, other: str) -> tuple[str, str]:
+    """Cut two texts to what fits a message, around the first character that differs."""
+    differs = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    start = max(0, differs - _SHOWN // 2) if max(len(one), len(other)) > _SHOWN else 0
+    first, second = (f"{'...' * (start > 0)}{text[start : start + _SHOWN]}" for text in (one, other))
+    return first, second
 
 
 def text_of_rank_zero(text: str, ranks: Communicator) -> str:

@@ -20,13 +20,9 @@ def join(store: dist.Store | None = None) -> bool:
     They meet in ``store``, by default that of ``torchrun``.
 
     Raises:
-        InputError: If a variable is missing, or another launcher has started several processes.
+        InputError: If a variable is missing.
     """
-    if dist.is_initialized():
-        return False
-    if "WORLD_SIZE" not in os.environ:
-        _check_alone()
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return False
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing and store is None:
@@ -40,15 +36,19 @@ def join(store: dist.Store | None = None) -> bool:
     return True
 
 
-def _check_alone() -> None:
-    """Refuse processes that would each train alone on the whole graph, as nobody has told them of the others."""
-    for name in _TASKS:
+def check_alone() -> None:
+    """Refuse processes that would each train alone on the whole graph, as nobody has told them of the others.
+
+    Raises:
+        InputError: If another launcher than torchrun has started several processes.
+    """
+    for name in _TASKS if "WORLD_SIZE" not in os.environ and not dist.is_initialized() else ():
         number = os.environ.get(name, "1")
         if number.isdecimal() and int(number) > 1:
             raise InputError(
                 f"{number} processes were started ({name}), but not by torchrun: WORLD_SIZE is not set, so each would "
                 "train alone on the whole graph; start one torchrun on each machine, as in srun "
-                "--ntasks-per-node=1 torchrun ..., or call torch.distributed.init_process_group first"
+                "--ntasks-per-node=1 torchrun ..., or set WORLD_SIZE=1 if each is a run of its own"
             )
 
 
@@ -71,7 +71,12 @@ def new_group(device: torch.device) -> dist.ProcessGroup:
 
 def is_first_of_machine() -> bool:
     """Tell if this process is the first of its machine, which partitions."""
-    return int(os.environ.get("LOCAL_RANK", "0")) == 0
+    return number_on_machine() == 0
+
+
+def number_on_machine() -> int:
+    """Return the number of this process among those of its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def has_own_gpus() -> bool:
@@ -82,4 +87,4 @@ def has_own_gpus() -> bool:
 
 def own_device() -> torch.device:
     """Return the device of this process: its own GPU, or the CPU."""
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_own_gpus() else torch.device("cpu")
+    return torch.device("cuda", number_on_machine()) if has_own_gpus() else torch.device("cpu")

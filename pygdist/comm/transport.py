@@ -59,7 +59,7 @@ class Transport:
         self.courier = Courier()
         self.recorder: Recorder | None = None
         self._epoch = 0
-        self.unit = "epoch"  # of what whoever trains counts
+        self._unit = "epoch"
         self._parent: Transport | None = None  # whose epoch it is
         self._host: Any = None  # of the same ranks, for tensors on the host
         self._on_gpu = 0  # ranks on the GPU of this one, if that is known
@@ -100,6 +100,15 @@ class Transport:
     @epoch.setter
     def epoch(self, number: int) -> None:
         self._epoch = number
+
+    @property
+    def unit(self) -> str:
+        """The unit of :attr:`epoch`, named in errors: an epoch, or a backward pass of a loop of the user's own."""
+        return self._unit if self._parent is None else self._parent.unit
+
+    @unit.setter
+    def unit(self, name: str) -> None:
+        self._unit = name
 
     @property
     def group(self) -> dist.ProcessGroup | None:

@@ -13,6 +13,7 @@ from pygdist.display import as_text
 from pygdist.errors import InputError
 
 _MIB = 2**20
+_FACTS = ("model", "task", "backend", "processes")  # of the run that saved a checkpoint
 
 
 def store_facts(folder: str | Path) -> dict[str, Any]:
@@ -56,13 +57,14 @@ def checkpoint_facts(path: str | Path) -> dict[str, Any]:
         InputError: If the file cannot be read, or holds no model.
     """
     from pygdist import checkpoints
-    from pygdist.checkpoints import OF_RUN
+    from pygdist.checkpoints import RUN_FACTS
 
     content = checkpoints.read(path)
+    facts = content.get(RUN_FACTS)
     tensors = {name.removeprefix("model."): value for name, value in content["state_dict"].items()}
     return {
         "kind": "checkpoint",
-        **content.get(OF_RUN, {}),
+        **{name: facts[name] for name in _FACTS if isinstance(facts, dict) and isinstance(facts.get(name), (str, int))},
         "epoch": content.get("epoch"),
         "step": content.get("global_step"),
         "lightning": content.get("pytorch-lightning_version"),
@@ -103,9 +105,9 @@ def run(command: str, arguments: list[str]) -> int:
 
 def _check_folder(path: Path) -> None:
     """Refuse the folder of a run, with the name of a checkpoint in it."""
-    if path.is_dir() and not (path / "meta.json").exists() and (saved := sorted(path.rglob("*.ckpt"))):
-        last = next((one for one in saved if one.name == "last.ckpt"), saved[-1])
-        raise InputError(f"{path}: holds checkpoints, but is no partitioned graph; give one of them, such as {last}")
+    if path.is_dir() and not (path / "meta.json").exists() and (saved := [*path.rglob("*.ckpt")]):
+        newest = max(saved, key=lambda one: one.stat().st_mtime)
+        raise InputError(f"{path}: holds checkpoints, but is no partitioned graph; give one of them, such as {newest}")
 
 
 def _show(path: Path, facts: Mapping[str, Any]) -> None:

@@ -1,26 +1,47 @@
-"""SLURM's requeue: the checkpoint that Lightning saves for it belongs to a run, and is in the folder of that run."""
+"""SLURM's requeue: the checkpoint that Lightning saves for it belongs to one job, and only this job goes on from it."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from typing_extensions import override
 
+from pygdist import checkpoints
+from pygdist.checkpoints import RUN_FACTS, job_of_slurm
+from pygdist.lightning.stopping import folder_of_checkpoints
 
-class RequeuedInFolder(_CheckpointConnector):
-    """Saves ``hpc_ckpt_N.ckpt`` beside the other checkpoints of the run, and restores none unasked.
 
-    Lightning saves the file in ``default_root_dir``. Every later SLURM job in that folder would go on from the newest
-    such file, though it may be of another run, or of one that has ended. Here the folder of the run tells.
+class OfThisJob(_CheckpointConnector):
+    """Saves ``hpc_ckpt_N.ckpt`` in the folder of the run, and restores only those of the same job.
+
+    Lightning saves the file in ``default_root_dir``, and every later SLURM job in that folder goes on from the newest
+    one, though it may be of another run, or of one that has ended.
+
+    Args:
+        trainer: The trainer whose connector this one replaces.
+        in_folder: The run has a folder with checkpoints, in which ``folder_to_go_on`` finds the file. Otherwise the
+            file is saved where Lightning does, and found there.
+        resumes: A job that was started again goes on.
     """
+
+    def __init__(self, trainer: Trainer, *, in_folder: bool, resumes: bool) -> None:
+        super().__init__(trainer)
+        self._in_folder, self._resumes = in_folder, resumes
 
     @property
     @override
     def _hpc_resume_path(self) -> str | None:
-        return None
+        path, job = super()._hpc_resume_path, job_of_slurm()
+        if path is None or job is None or not self._resumes or os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+            return None
+        facts = checkpoints.read(Path(path)).get(RUN_FACTS, {})
+        return path if facts.get("job") == job else None
 
     @override
     def hpc_save_path(self, folderpath: Any) -> str:  # type: ignore[override]  # Lightning's is static
-        folder = getattr(self.trainer.checkpoint_callback, "dirpath", None) or folderpath
+        folder = folder_of_checkpoints(self.trainer) if self._in_folder else folderpath
         return _CheckpointConnector.hpc_save_path(folder)

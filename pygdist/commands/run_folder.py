@@ -25,7 +25,7 @@ from pygdist.lightning.resume import newest_checkpoint
 from pygdist.lightning.stopping import ON_SIGNAL
 
 _MARK = ".unfinished"
-_LAST = re.compile(rf"last(-v\d+)?\.ckpt|hpc_ckpt_\d+\.ckpt|{re.escape(ON_SIGNAL)}")  # most are Lightning's names
+_SAVED_LAST = re.compile(rf"last(-v\d+)?\.ckpt|hpc_ckpt_\d+\.ckpt|{re.escape(ON_SIGNAL)}")  # most are Lightning's names
 _MOUNTS = Path("/proc/self/mountinfo")
 _OF_POD = re.compile(r"/([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})/etc-hosts /etc/hosts ")
 _WAIT_S = 30.0  # within which processes of a run that was lost are gone
@@ -224,7 +224,7 @@ def named_checkpoint(name: str, root: Path, config: Mapping[str, Any]) -> Path:
             continue
         if others:
             rank_zero_info(f"{option}: {others}, so it does not count")
-        meant = _best(saved[0]) if name == "best" else [path for path in saved if _LAST.fullmatch(path.name)]
+        meant = _best(saved[0]) if name == "best" else [path for path in saved if _SAVED_LAST.fullmatch(path.name)]
         if not meant:
             raise InputError(f"{option}: {folder} has checkpoints, but none that is called so; give the file")
         return meant[0]

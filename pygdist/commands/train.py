@@ -7,11 +7,11 @@ import contextlib
 import importlib.util
 import logging
 import os
-import re
 import shutil
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from typing_extensions import override
 from pygdist.checkpoints import TRAINING_PARTS, read
 from pygdist.commands.messages import Parser, described, last_value, one_line, options_of, refused_by, shorten
 from pygdist.commands.named_classes import of_file, with_class_paths
-from pygdist.commands.requeue import RequeuedInFolder
+from pygdist.commands.requeue import OfThisJob
 from pygdist.commands.run_folder import RunFolder, folder_to_go_on, named_checkpoint, new_folder
 from pygdist.commands.short_help import short_help, wants_help
 from pygdist.commands.trainer_options import accelerator_of, check_settings, check_trainer
@@ -57,8 +57,11 @@ TASKS = {"nodes": NodeClassifier, "regression": NodeRegressor, "links": LinkPred
 _SCORE = "val_acc"
 _NAMES_OF_CHECKPOINTS = ("best", "last", "hpc")
 _STRATEGY = "graph_ddp"  # by default
-# options that may differ between machines
-_OF_MACHINE = ("--trainer.default_root_dir", "--data.cache_dir", "--trainer.enable_progress_bar")
+# options that may differ between the machines of a run; others may differ between the starts of a run (run_folder.py)
+_OF_MACHINE = (
+    "--trainer.default_root_dir", "--data.cache_dir", "--data.num_workers", "--trainer.enable_progress_bar",
+    "--trainer.enable_model_summary", "--trainer.profiler",
+)  # fmt: skip
 # messages of Lightning that tell a user of pygdist nothing
 _IGNORED_WARNINGS = (
     "LightningCLI's args parameter",  # wherever sys.argv is not empty
@@ -79,7 +82,7 @@ PURPOSES = {
 }
 #: Lightning's options in our words: Lightning speaks of batches and GPUs, here processes hold parts of one graph.
 _TEXTS = {
-    "seed_everything": "Seed of everything that is drawn; the same seed repeats the run. true draws a seed.",
+    "seed_everything": "Seed of everything that is drawn; the same seed repeats the run. true takes PL_GLOBAL_SEED.",
     "ckpt_path": "Checkpoint to start from: a file, or best, last or hpc for one of the newest run.",
     "optimizer": "Class of the optimizer, such as SGD, with options such as --optimizer.lr; Adam by default.",
     "lr_scheduler": "Class of a scheduler of the learning rate, such as StepLR; needs --optimizer.",
@@ -306,7 +309,9 @@ class GraphCLI(LightningCLI):
             self.save_config_callback = None
             kwargs["log_every_n_steps"] = None  # Lightning refuses our default
         trainer = super().instantiate_trainer(**kwargs)
-        trainer._checkpoint_connector = RequeuedInFolder(trainer)
+        in_folder = self._logs and BestCheckpoint not in self._disabled
+        resumes = self._get(self.config_init, "resume") is not False
+        trainer._checkpoint_connector = OfThisJob(trainer, in_folder=in_folder, resumes=resumes)
         local, devices = int(os.environ.get("LOCAL_RANK", "0")), trainer.num_devices
         if local >= devices and "LOCAL_WORLD_SIZE" not in os.environ:  # torchrun's are compared by Lightning
             raise InputError(
@@ -346,7 +351,7 @@ class GraphCLI(LightningCLI):
         """
         try:
             if isinstance(self.trainer.strategy, GraphDDPStrategy):
-                self.trainer.strategy.options = _flat(self._as_saved(self.config[self.subcommand]))
+                self.trainer.strategy.options = _options_by_name(self._as_saved(self.config[self.subcommand]))
             self._open_folder()
             super()._run_subcommand(str(self.subcommand))
             if self._folder is not None and not self.trainer.interrupted:
@@ -449,8 +454,6 @@ def _mistake_of(error: Exception) -> InputError | None:
     text = str(error)
     if isinstance(error, InputError):
         return error
-    if isinstance(error, ValueError) and "in Lightning, but" in text:  # torchrun or SLURM started other ranks
-        return InputError(_other_processes(text))
     of_interval = isinstance(error, ValueError) and text.lstrip().startswith("`val_check_interval`")
     if of_interval or isinstance(error, (MisconfigurationException, FileNotFoundError)):
         return InputError(one_line(text))
@@ -459,23 +462,6 @@ def _mistake_of(error: Exception) -> InputError | None:
     if isinstance(error, RuntimeError) and "loading state_dict" in text:
         return InputError(f"--ckpt_path: the checkpoint is of another model: {one_line(text.partition(':')[2])}")
     return refusal_of(error)
-
-
-def _other_processes(text: str) -> str:
-    """Say which options ask for other processes than the launcher has started, from Lightning's message."""
-    options = [f"--trainer.{name}={value}" for name, value in re.findall(r"`(devices|num_nodes)=(\d+)`", text)]
-    asked = " and ".join(dict.fromkeys(options))
-    if "SLURM" in text:
-        tasks, nodes = (os.environ.get(name, "?") for name in ("SLURM_NTASKS_PER_NODE", "SLURM_NNODES"))
-        return (
-            f"{asked}: SLURM has started {tasks} tasks on each of {nodes} nodes; make --trainer.devices equal to "
-            "--ntasks-per-node, and --trainer.num_nodes to --nodes"
-        )
-    size, here = (os.environ.get(name, "?") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    return (
-        f"{asked}: torchrun has started {size} processes, {here} of them on this machine; leave both options out, and "
-        "they are as torchrun has it"
-    )
 
 
 def _task_of(arguments: list[str]) -> str:
@@ -498,15 +484,24 @@ def _task_by_class(arguments: list[str]) -> list[str]:
     return result
 
 
-def _flat(config: dict[str, Any], prefix: str = "--") -> dict[str, object]:
+def _options_by_name(config: dict[str, Any]) -> dict[str, object]:
     """Return the options that all ranks must have alike, by name as on the command line."""
-    flat: dict[str, object] = {}
-    for name, value in config.items():
-        if isinstance(value, dict) and value:
-            flat |= _flat(value, f"{prefix}{name}.")
-        elif f"{prefix}{name}" not in _OF_MACHINE:
-            flat[f"{prefix}{name}"] = value
-    return flat
+    return {name: value for key, inside in config.items() for name, value in _named(f"--{key}", inside)}
+
+
+def _named(option: str, value: Any) -> Iterator[tuple[str, object]]:
+    if option in _OF_MACHINE:
+        return
+    if option == "--ckpt_path":  # its place may be another; the content is compared when it is read
+        yield option, "absent" if value is None else "given"
+    elif isinstance(value, dict) and value:
+        for key, one in value.items():
+            yield from _named(f"{option}.{key}", one)
+    elif isinstance(value, list) and any(isinstance(one, dict) for one in value):
+        for number, one in enumerate(value):
+            yield from _named(f"{option}[{number}]", one)
+    else:
+        yield option, value
 
 
 def _help_text(command: str) -> dict[str, Any]:

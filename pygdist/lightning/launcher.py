@@ -24,6 +24,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.strategies.launchers.multiprocessing import _check_bad_cuda_fork, _check_missing_main_guard
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.strategies.launchers.multiprocessing import (
     _disable_module_memory_sharing,
@@ -60,7 +61,7 @@ class GraphLauncher(_SubprocessScriptLauncher):
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
-        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        self._check_numbers()
         if not self.cluster_environment.creates_processes_externally:
             if self.num_processes > 1:
                 _check_script()
@@ -71,6 +72,24 @@ class GraphLauncher(_SubprocessScriptLauncher):
             _Observer(self.procs, self.cluster_environment.node_rank() * self.num_processes + 1).start()
         _set_num_threads_if_needed(num_processes=self.num_processes)
         return function(*args, **kwargs)
+
+    def _check_numbers(self) -> None:
+        """Refuse other numbers of processes than torchrun or SLURM has started."""
+        environment, devices, nodes = self.cluster_environment, self.num_processes, self.num_nodes
+        try:
+            environment.validate_settings(num_devices=devices, num_nodes=nodes)
+        except ValueError as error:  # in words about Lightning
+            asked = f"the trainer has devices={devices} and num_nodes={nodes}, but"
+            if isinstance(environment, SLURMEnvironment):
+                tasks, machines = (os.environ.get(name, "?") for name in ("SLURM_NTASKS_PER_NODE", "SLURM_NNODES"))
+                raise InputError(
+                    f"{asked} SLURM has --ntasks-per-node={tasks} and --nodes={machines}; make them equal"
+                ) from error
+            size, here = (os.environ.get(name, "?") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+            raise InputError(
+                f"{asked} torchrun has started {size} processes, {here} of them on this machine; make them equal, with "
+                "as many processes on each machine (pygdist fit finds both numbers by itself)"
+            ) from error
 
 
 def _check_script() -> None:

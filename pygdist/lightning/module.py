@@ -17,8 +17,9 @@ from torchmetrics import MeanMetric, Metric
 from typing_extensions import override
 
 from pygdist.backends import Backend, Savings, resolve_backend
-from pygdist.checkpoints import OF_RUN
+from pygdist.checkpoints import RUN_FACTS, job_of_slurm
 from pygdist.comm import Communicator
+from pygdist.comm.alike import require_alike
 from pygdist.errors import InputError
 from pygdist.graph import Shard
 from pygdist.graph.store.structure import check_values
@@ -44,7 +45,7 @@ from pygdist.lightning.sharded import ShardedTraining, check_elementwise, clip_o
 from pygdist.lightning.strategies import GraphDDPStrategy
 from pygdist.nn.inputs import fill_in_sizes, node_inputs, outputs_of, takes_data
 from pygdist.routing import distribute, undistribute
-from pygdist.routing.agreement import agree_on_model, agree_on_parts
+from pygdist.routing.agreement import agree_on_model, agree_on_parts, options_of_model
 
 _LARGEST_VALUE = 1e18  # of a feature: its square is far from the largest of float32
 _OF_NAN = "lower the learning rate, or look for features, edge weights or labels that overflow"
@@ -117,6 +118,7 @@ class GraphModule(OfLightning, pl.LightningModule):
         self._take_off()  # a run that failed left the model distributed
         self._sharded.begin_run(self.trainer)
         agree_on_parts(data.meta["parts"], self.communicator)
+        require_alike(options_of_model(self), self.communicator)  # before it is tried on all ranks together
         self._check(data)
         # Lightning converts after it has loaded a checkpoint, so "64-true" would round what it loads
         self.trainer.precision_plugin.convert_module(self.model)
@@ -192,11 +194,12 @@ class GraphModule(OfLightning, pl.LightningModule):
     @override
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._gather_weights()  # in place: the checkpoint holds the same tensors
-        checkpoint[OF_RUN] = {
+        checkpoint[RUN_FACTS] = {
             "model": own_class(self.model).__name__,
             "task": type(self).__name__,
             "backend": self.backend.name or type(self.backend).__name__,
             "processes": self.trainer.world_size,
+            "job": job_of_slurm(),
         }
         if not self.backend.abilities.stateful or "optimizer_states" not in checkpoint:  # weights alone
             return

@@ -1,10 +1,12 @@
-"""What all ranks must have alike of a trainer and its optimizers, by name; ranks compare it before they train.
+"""Options of a trainer, its backend and its optimizers, by name: ranks compare them before they train.
 
 A machine with another learning rate would train on, and its model would drift away from those of the others.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -21,7 +23,7 @@ _OF_TRAINER = (
     "fast_dev_run", "num_sanity_val_steps", "accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm",
     "precision",
 )  # fmt: skip
-_PLAIN = (bool, int, float, str, tuple, type(None))
+_MOST_NUMBERS = 100  # of a tensor that is an option, such as a learning rate
 
 
 def options_of_run(trainer: pl.Trainer | None, module: pl.LightningModule | None) -> dict[str, object]:
@@ -37,7 +39,7 @@ def options_of_optimizers(optimizers: Iterable[Optimizer], schedulers: Iterable[
     for number, optimizer in enumerate(optimizers):
         options[f"optimizer {number}"] = type(optimizer).__name__
         for at, group in enumerate(optimizer.param_groups):
-            options |= _plain(f"of optimizer {number}, group {at}", group)
+            options |= _plain(f"of optimizer {number}, group {at}", {**group, "params": None})
             options[f"number of parameters of optimizer {number}, group {at}"] = len(group["params"])
     for number, scheduler in enumerate(schedulers):
         options[f"scheduler {number}"] = type(scheduler).__name__
@@ -46,5 +48,15 @@ def options_of_optimizers(optimizers: Iterable[Optimizer], schedulers: Iterable[
 
 
 def _plain(where: str, values: Mapping[str, Any]) -> dict[str, object]:
-    plain = {name: one.tolist() if isinstance(one, Tensor) else one for name, one in values.items()}
-    return {f"{name} {where}": one for name, one in plain.items() if isinstance(one, _PLAIN)}
+    """Return the values that JSON can express; tensors count as their numbers."""
+    plain: dict[str, object] = {}
+    for name, one in values.items():
+        with contextlib.suppress(TypeError, ValueError):
+            plain[f"{name} {where}"] = json.dumps(one, sort_keys=True, default=_numbers)
+    return plain
+
+
+def _numbers(value: object) -> object:
+    if isinstance(value, Tensor) and value.numel() <= _MOST_NUMBERS:
+        return value.tolist()
+    raise TypeError

@@ -25,6 +25,15 @@ _SAVE_S = 60.0
 _LEAVE_S = 8.0
 
 
+def folder_of_checkpoints(trainer: pl.Trainer) -> str:
+    """Return the folder in which a run saves checkpoints.
+
+    It is that of the last callback which saves some: ``pygdist fit`` puts its own behind those of the user.
+    """
+    folders = [getattr(one, "dirpath", None) for one in trainer.checkpoint_callbacks]
+    return str(next((folder for folder in reversed(folders) if folder), trainer.default_root_dir))
+
+
 class Stopping:
     """The answer of a strategy to signals.
 
@@ -73,8 +82,7 @@ class Stopping:
             self._requeue(signal.SIGUSR1, None)  # saves, and asks SLURM for another job; training goes on until it ends
         reached = noted[:, 0].nonzero().flatten().tolist()
         if self._defers and reached:
-            folder = getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
-            path, signum = os.path.join(folder, ON_SIGNAL), int(noted[reached[0], 0])
+            path, signum = os.path.join(folder_of_checkpoints(trainer), ON_SIGNAL), int(noted[reached[0], 0])
             signals.postpone_end(_SAVE_S)
             trainer.save_checkpoint(path, weights_only=False)  # by default Lightning says that it was not set
             ranks = "rank " + ", ".join(map(str, reached))

@@ -87,7 +87,7 @@ class GraphDDPStrategy(OfLightning, DDPStrategy):
     """
 
     strategy_name = "graph_ddp"
-    #: Options of the command line, by name, which must be equal on all ranks; without one those of the trainer are.
+    #: Options of the command line, by name, which ranks compare; in a script they compare those of the trainer.
     options: Mapping[str, object] = MappingProxyType({})
     #: Gradients go to all ranks at once, not round a ring.
     sums_in_one_round: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
@@ -15,17 +15,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch_geometric.data import Data
 
-from pygdist import signals
 from pygdist.backends import Backend, resolve_backend
 from pygdist.backends.base import names_of
 from pygdist.comm import Communicator
 from pygdist.comm.alike import require_alike
-from pygdist.comm.launched import is_first_of_machine, join, new_group, own_device
+from pygdist.comm.launched import check_alone, is_first_of_machine, join, new_group, number_on_machine, own_device
 from pygdist.errors import InputError
 from pygdist.graph import Shard, load_graph, prepare, read_meta
 from pygdist.graph.check import EDGE_FIELDS, MASKS
 from pygdist.graph.sources.prepare import tell
 from pygdist.loop.gradients import SummedGradients
+from pygdist.loop.mistakes import tell_in_one_line
 from pygdist.memory.limits import told
 from pygdist.nn.inputs import fill_in_sizes
 from pygdist.nn.loss import labelled_rows
@@ -73,43 +73,20 @@ def open_graph(
         >>> model = graph.distribute(GCN(graph.num_features, 64, num_layers=2, out_channels=graph.num_classes))
         >>> loss = graph.mean_loss(F.cross_entropy, model(graph.x, graph.edge_index), graph.y, graph.train_mask)
     """
+    tell_in_one_line(None)
     runs = resolve_backend(backend)
     if runs.abilities.trains_parts or runs.abilities.mini_batches:
         whole = names_of(lambda one: not (one.trains_parts or one.mini_batches))
         raise InputError(f"open_graph: backend '{runs.name}' does not train on the whole graph; use {whole}")
+    check_alone()
     joined = join()
     place = own_device() if device is None else torch.device(device)
-    if place.type == "cuda":
-        torch.cuda.set_device(place)
-    several = dist.is_initialized() and dist.get_world_size() > 1
-    communicator = Communicator(new_group(place) if several else None, device=place)
-    communicator.unit = "backward pass"
-    communicator.meet(place)
+    communicator = _communicator(place)
     require_alike({**options_of_backend(runs), "float_labels": float_labels}, communicator)
-    shard, meta, error = None, None, None
-    try:
-        folder = (
-            _folder(data, runs, partitioner, Path(cache_dir).expanduser(), communicator, float_labels)
-            if is_first_of_machine()
-            else ""
-        )
-    except Exception as problem:
-        folder, error = "", told(problem)
-        if error is None:
-            raise
-    communicator.agree(error)
-    folders = communicator.gather_text(str(folder))
-    mine = next(one for one in [str(folder), *folders] if one)  # a machine's first process tells the others
-    try:
-        meta = read_meta(mine)
-        shard = Shard.load(mine, communicator.rank, num_parts=communicator.world_size, meta=meta).to(place)
-    except Exception as problem:
-        error = told(problem)
-        if error is None:
-            raise
-    communicator.agree(error)
-    assert shard is not None
-    assert meta is not None
+    folder = _shared_folder(
+        lambda: _folder(data, runs, partitioner, Path(cache_dir).expanduser(), communicator, float_labels), communicator
+    )
+    shard, meta = _opened(folder, communicator, place)
     agree_on_parts(meta["parts"], communicator)
     runs.bind(shard, communicator)
     return OpenGraph(shard, runs, communicator, joined=joined, left_out=meta.get("left_out", ()))
@@ -145,7 +122,7 @@ class OpenGraph:
         self.n_id, self.num_nodes, self.num_classes = shard.owned_id, shard.num_nodes, shard.num_classes
         self.num_features, self.device = shard.x.size(1), shard.x.device
         self.rank, self.num_ranks, self.meter = communicator.rank, communicator.world_size, communicator.meter
-        self._hook, sys.excepthook = sys.excepthook, self._on_error
+        self._hook = tell_in_one_line(communicator)
 
     @property
     def data(self) -> Data:
@@ -189,9 +166,9 @@ class OpenGraph:
             InputError: On all processes, as :func:`~pygdist.distribute`.
         """
         fill_in_sizes(model, self._shard)
+        require_alike(options_of_model(model, buffers=True), self._communicator)
         model.to(self.device)
         if self.num_ranks > 1:
-            require_alike(options_of_model(model), self._communicator)
             self._share(model)
         distribute(model, backend=self._backend)
         self._backend.look_at(model, None)
@@ -294,16 +271,6 @@ class OpenGraph:
         if error is None:
             self.close()
 
-    def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Print a mistake in one line, and end with exit code 2, as pygdist's commands do; the others end alike."""
-        if not isinstance(error, InputError) or hasattr(sys, "ps1"):  # a prompt goes on
-            self._hook(kind, error, trace)
-            return
-        if self.rank == 0 or error.of_one_rank:
-            sys.stderr.write(f"error: {error}\n")
-        self._communicator.close(failed=error.of_one_rank)
-        signals.exit_now(2)
-
 
 def _share(loss: Callable[..., Tensor], values: Tensor, labels: Tensor) -> float:
     """Return what torch divides the sum of these values by: their number, or the weights of their classes."""
@@ -326,6 +293,45 @@ def _by_node(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
     except (TypeError, ValueError):
         takes = False
     return (lambda output, target: loss(output, target, reduction="none")) if takes else loss
+
+
+def _communicator(device: torch.device) -> Communicator:
+    """Return a communicator of all processes that have joined each other."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    communicator = Communicator(new_group(device) if several else None, device=device)
+    communicator.unit = "backward pass"
+    communicator.meet(device)
+    return communicator
+
+
+def _shared_folder(find: Callable[[], Path], communicator: Communicator) -> str:
+    """Return the folder that the first process of this machine finds; all raise if one of these processes does."""
+    folder, error = "", None
+    try:
+        folder = str(find()) if is_first_of_machine() else ""
+    except Exception as problem:
+        error = told(problem)
+        if error is None:
+            raise
+    communicator.agree(error)
+    return communicator.gather_text(folder)[communicator.rank - number_on_machine()]
+
+
+def _opened(folder: str, communicator: Communicator, device: torch.device) -> tuple[Shard, Mapping[str, Any]]:
+    """Open this process's part; all processes raise if one of them cannot."""
+    try:
+        meta = read_meta(folder)
+        shard = Shard.load(folder, communicator.rank, num_parts=communicator.world_size, meta=meta)
+        opened, error = (shard.to(device), meta), None
+    except Exception as problem:
+        opened, error = None, told(problem)
+        if error is None:
+            raise
+    communicator.agree(error)
+    assert opened is not None
+    return opened
 
 
 def _folder(

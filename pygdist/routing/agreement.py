@@ -28,6 +28,7 @@ from pygdist.hops.arguments import mapped, named_values
 from pygdist.hops.layer import layer_name, own_class
 
 _PLAIN = (bool, int, float, str, type(None))
+_WHOLE = ("int", "uint", "bool")
 _MOST_NAMES = 4
 _FIRST_PASSES = 3  # the second may know what the first one kept, the third what stays
 
@@ -124,8 +125,8 @@ def agree_on_model(model: nn.Module, ranks: Communicator) -> None:
 def agree_on_parts(parts: Sequence[Mapping[str, Any]], ranks: Communicator) -> None:
     """Compare nodes, edges, classes and splits of the parts of this rank's store with those of the other ranks' stores.
 
-    Machines that partition for themselves, or to which a store was copied, may have others. Features and other floats
-    may differ, since processors round differently.
+    Machines that partition for themselves, or to which a store was copied, may have others. Of features and other
+    floats only shapes and types are compared, since processors round differently.
 
     Args:
         parts: ``parts`` of the store's ``meta.json``.
@@ -135,8 +136,14 @@ def agree_on_parts(parts: Sequence[Mapping[str, Any]], ranks: Communicator) -> N
         InputError: On all ranks, if they differ.
     """
     files = [sorted(part["files"].items()) for part in parts]
-    checksums = [[one["crc32"] for _, one in part if not one["dtype"].startswith("float")] for part in files]
-    if not ranks.are_alike([float(zlib.crc32(repr(checksums).encode()))]):
+    contents = [
+        [
+            (name, one["dtype"], one["shape"], one["crc32"] if one["dtype"].startswith(_WHOLE) else "")
+            for name, one in part
+        ]
+        for part in files
+    ]
+    if not ranks.are_alike([float(zlib.crc32(repr(contents).encode()))]):
         raise InputError(
             "the ranks have parts of different partitions, labels or splits; give all machines the same folder, or "
             "copy one folder to all, and fix the seeds of the split and of a partitioner that draws"
@@ -144,24 +151,33 @@ def agree_on_parts(parts: Sequence[Mapping[str, Any]], ranks: Communicator) -> N
 
 
 def options_of_backend(backend: Backend) -> dict[str, object]:
-    """Return class and arguments of a backend that ranks compare: plain values, as others may name places."""
-    taken = inspect.signature(type(backend).__init__).parameters
+    """Return class and arguments of a backend that ranks compare: numbers, flags and words, but no ``device``."""
+    taken = inspect.signature(type(backend).__init__).parameters.keys() - {"device"}
     plain = {name: one for name, one in backend.arguments().items() if name in taken and isinstance(one, _PLAIN)}
     return {"backend": type(backend).__qualname__} | {f"{name} of the backend": one for name, one in plain.items()}
 
 
-def options_of_model(model: nn.Module) -> dict[str, object]:
-    """Return what ranks compare of a model before it is trained: classes of modules, shapes and kinds of parameters."""
-    options: dict[str, object] = {"model": own_class(model).__name__}
+def options_of_model(model: nn.Module, *, buffers: bool = False) -> dict[str, object]:
+    """Return what ranks compare of a model before it is trained.
+
+    These are the classes of its modules, the options of those of torch and PyG, and shapes and dtypes of parameters.
+
+    Args:
+        model: The model.
+        buffers: Also shapes and dtypes of ``buffers``. A rank may have some of its own, such as weights of its nodes.
+    """
+    options: dict[str, object] = {}
     for name, module in model.named_modules():
-        library = own_class(module).__module__.partition(".")[0]
-        options[f"module '{name}'"] = own_class(module).__name__
-        if library == "torch" and not any(module.children()):
-            options[f"module '{name}'"] = str(module)  # with its options, such as those of a dropout
-    for kind, tensors in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
-        for name, one in tensors:
-            shape = "not known yet" if is_lazy(one) else tuple(one.shape)
-            options[f"{kind} '{name}'"] = f"{str(one.dtype).removeprefix('torch.')} of shape {shape}"
+        cls, place = own_class(module), f"module '{name}'" if name else "the model"
+        options[place] = cls.__name__
+        if cls.__module__.partition(".")[0] in ("torch", "torch_geometric"):
+            public = {key: one for key, one in vars(module).items() if not key.startswith("_") and key != "training"}
+            options |= {f"{key} of {place}": one for key, one in public.items() if isinstance(one, _PLAIN)}
+    tensors: list[tuple[str, str, Tensor]] = [("parameter", *one) for one in model.named_parameters()]
+    tensors += [("buffer", *one) for one in model.named_buffers()] if buffers else []
+    for kind, name, value in tensors:
+        shape = "not known yet" if is_lazy(value) else tuple(value.shape)
+        options[f"{kind} '{name}'"] = f"{str(value.dtype).removeprefix('torch.')} of shape {shape}"
     return options
 
 

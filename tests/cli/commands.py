@@ -45,7 +45,7 @@ def torchrun(
 
 def slurm(*args: str, folder: Path, env: Mapping[str, str] | None = None) -> list[Outcome]:
     """Run the command on two tasks of one machine that SLURM's srun started."""
-    shared = {**_rendezvous(), **(env or {}), "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "graph", "SLURM_NTASKS": "2"}
+    shared = {**_rendezvous(), "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "graph", "SLURM_NTASKS": "2", **(env or {})}
     shared |= {"SLURM_NODEID": "0", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NODELIST": "localhost", "SLURM_NNODES": "1"}
     tasks = [shared | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)]
     return run(_main, [*args, "--trainer.devices=2"], folder, tasks)

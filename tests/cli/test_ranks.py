@@ -62,7 +62,7 @@ DIFFERENCES = {
     "--trainer.max_epochs=9": "--trainer.max_epochs is 3 on rank 0, but 9 on rank 1",
     "--data.store=nowhere": "--data.store is None on rank 0, but nowhere on rank 1",
     "--model.backend=cache": "--model.backend is comm on rank 0, but cache on rank 1",
-    "--optimizer=SGD": "--optimizer.class_path is not set on rank 0, but torch.optim.SGD on rank 1",
+    "--optimizer=SGD": "--optimizer.class_path is absent on rank 0, but torch.optim.SGD on rank 1",
     "--model.class_weights=[1.0,2.0,1.0,1.0]": "--model.class_weights",
     "--resume": "--resume is None on rank 0, but True on rank 1",
 }

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import shutil
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -336,36 +337,73 @@ import lightning.pytorch as pl
 
 class Requeue(pl.Callback):  # SLURM sends SIGUSR1 before the time is up, as the job asked by --signal
     def on_train_epoch_start(self, trainer, module):
-        if trainer.current_epoch == 2 and trainer.global_rank == 1 and "SLURM_RESTART_COUNT" not in os.environ:
+        if trainer.current_epoch == 2 and trainer.global_rank == 1 and "REQUEUE" in os.environ:
             os.kill(os.getpid(), signal.SIGUSR1)
 """
+_REQUEUED = (
+    *FIT, "--trainer.callbacks+=requeue.Requeue", "--trainer.max_epochs=6", "--trainer.num_sanity_val_steps=0",
+)  # fmt: skip
+_AGAIN = {"SLURM_RESTART_COUNT": "1"}
 
 
-def test_a_requeued_job_goes_on_with_its_run_alone(folder: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def requeue(folder: Path, tmp_path: Path) -> Callable[..., list[Outcome]]:
+    """Run the command as job 7, which SLURM asks to save after two epochs, and ends."""
     (folder / "requeue.py").write_text(_REQUEUE)
     scontrol = tmp_path / "bin" / "scontrol"
     scontrol.parent.mkdir()
     scontrol.write_text(f'#!/bin/sh\necho "$@" >> {folder}/requeued\nkill -TERM $PPID\n')
     scontrol.chmod(0o755)
-    args = (*FIT, "--trainer.callbacks+=requeue.Requeue", "--trainer.max_epochs=6", "--trainer.num_sanity_val_steps=0")
-    path = {"PATH": f"{scontrol.parent}:{os.environ['PATH']}"}
 
-    assert [rank.code for rank in slurm(*args, folder=folder, env=path)] == [128 + signal.SIGTERM] * 2
-    assert (folder / "requeued").read_text() == "requeue 7\n"
+    def run(*args: str) -> list[Outcome]:
+        outcomes = slurm(
+            *_REQUEUED, *args, folder=folder, env={"PATH": f"{scontrol.parent}:{os.environ['PATH']}", "REQUEUE": "1"}
+        )
+        assert outcomes[0].code == 128 + signal.SIGTERM, outcomes[0].err
+        assert (folder / "requeued").read_text() == "requeue 7\n"
+        return outcomes
+
+    return run
+
+
+def _goes_on(folder: Path, *args: str, env: Mapping[str, str] = _AGAIN) -> str:
+    """Run the job again, to its end, and return the file from which it says that it goes on."""
+    outcomes = slurm(*_REQUEUED, *args, folder=folder, env=env)
+    assert [rank.code for rank in outcomes] == [0, 0], outcomes[0].err
+    said = re.findall(r"(?:the run goes on from|Restoring states from the checkpoint path at) (\S+)", outcomes[0].err)
+    return said[0] if said else ""
+
+
+def test_a_requeued_job_goes_on_with_its_run(folder: Path, requeue: Callable[..., list[Outcome]]) -> None:
+    requeue()
     saved = "runs/version_0/checkpoints/hpc_ckpt_1.ckpt"
     assert [str(one.relative_to(folder)) for one in folder.rglob("hpc_ckpt_*")] == [saved]
-
-    anew = slurm(*args, "--resume=false", folder=folder, env={"SLURM_RESTART_COUNT": "1"})
-    assert [rank.code for rank in anew] == [0, 0]
+    assert not _goes_on(folder, "--resume=false")
     assert set(_losses(folder, 1)) == set(range(6))
-    again = slurm(*args, folder=folder, env={"SLURM_RESTART_COUNT": "1"})
-    assert [rank.code for rank in again] == [0, 0]
-    assert f"the run goes on from {saved}" in again[0].err
+    assert not _goes_on(folder, "--model.lr=0.5"), "another run"
+    assert _goes_on(folder) == saved
     assert _losses(folder) == _losses(folder, 1)
 
-    other = slurm(*args, "--model.lr=0.5", folder=folder)
-    assert "goes on from" not in other[0].err
-    assert set(_losses(folder, 2)) == set(range(6))
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--trainer.callbacks+=ModelCheckpoint", "--trainer.callbacks.dirpath=mine"),
+        ("--trainer.logger=CSVLogger", "--trainer.logger.save_dir=logs"),
+        ("--trainer.logger=false",),
+        ("--trainer.enable_checkpointing=false",),
+    ],
+    ids=["two-callbacks", "another-logger", "no-logger", "no-checkpoints"],
+)
+def test_a_requeued_job_goes_on_wherever_it_was_saved(
+    args: tuple[str, ...], folder: Path, requeue: Callable[..., list[Outcome]]
+) -> None:
+    requeue(*args)
+    (saved,) = folder.rglob("hpc_ckpt_*.ckpt")
+    assert not _goes_on(folder, *args, "--resume=false")
+    assert not _goes_on(folder, *args, env={}), "another job"
+    assert not _goes_on(folder, *args, env={**_AGAIN, "SLURM_JOB_ID": "8"}), "another job"
+    assert _goes_on(folder, *args).endswith(saved.name)
 
 
 def test_hpc_checkpoints_are_those_of_the_configuration(begun: Path) -> None:

@@ -15,9 +15,10 @@ from unittest import mock
 
 import pytest
 import torch
+from lightning.pytorch.plugins.environments import ClusterEnvironment, SLURMEnvironment, TorchElasticEnvironment
 
 from pygdist.errors import InputError
-from pygdist.lightning.launcher import ProcessLauncher
+from pygdist.lightning.launcher import GraphLauncher, ProcessLauncher
 from pygdist.memory.gpus import driver_runs
 from pygdist.testing import RankPool
 
@@ -271,3 +272,26 @@ def test_ranks_of_a_machine_with_a_gpu_import_pyg_themselves() -> None:
 
 def _started_by(rank: int, num_ranks: int) -> str:
     return str(multiprocessing.get_start_method(allow_none=True))
+
+
+@pytest.mark.parametrize(
+    ("environment", "variables", "words"),
+    [
+        (
+            SLURMEnvironment(auto_requeue=False),
+            {"SLURM_NTASKS_PER_NODE": "1", "SLURM_NNODES": "2", "SLURM_JOB_NAME": "graph"},
+            "devices=2 and num_nodes=1, but SLURM has --ntasks-per-node=1 and --nodes=2",
+        ),
+        (
+            TorchElasticEnvironment(),
+            {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "2"},
+            "devices=2 and num_nodes=1, but torchrun has started 3 processes, 2 of them on this machine",
+        ),
+    ],
+)
+def test_other_numbers_of_processes_are_refused(
+    environment: ClusterEnvironment, variables: dict[str, str], words: str
+) -> None:
+    launcher = GraphLauncher(environment, num_processes=2, num_nodes=1)
+    with mock.patch.dict(os.environ, variables), pytest.raises(InputError, match=words):
+        launcher.launch(print)

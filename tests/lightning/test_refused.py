@@ -138,6 +138,16 @@ def test_a_rate_that_overflows_in_mid_run_is_named(pool: RankPool, tmp_path: Pat
         assert said.startswith("lr of SGD is 1e+47, too large for a step")
 
 
+class Scheduled(NodeClassifier):
+    kind = ""
+
+    def configure_optimizers(self) -> Any:
+        optimizer, number = torch.optim.SGD(self.parameters(), lr=1e-3), 1 + self.global_rank
+        if self.kind == "milestones":
+            return [optimizer], [torch.optim.lr_scheduler.MultiStepLR(optimizer, [number])]
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, number)]
+
+
 def _fit_otherwise(rank: int, world_size: int, folder: str, kind: str) -> str:
     options: dict[str, Any] = {"lr": 0.1 * (1 + rank)} if kind == "lr" else {}
     backend = HybridBackend(cache_ratio=rank / 2) if kind == "backend" else "comm"
@@ -146,8 +156,10 @@ def _fit_otherwise(rank: int, world_size: int, folder: str, kind: str) -> str:
     ).double()
     data = GraphDataModule(runs.graph(), partitioner="hash", cache_dir=Path(folder) / "cache")
     trainer = runs.trainer(rank, world_size, folder, max_epochs=3 + rank * (kind == "epochs"))
+    module = (Scheduled if kind in ("scheduler", "milestones") else NodeClassifier)(model, backend, **options)
+    module.kind = kind
     with pytest.raises(InputError) as error:
-        trainer.fit(NodeClassifier(model, backend, **options), datamodule=data)
+        trainer.fit(module, datamodule=data)
     return str(error.value)
 
 
@@ -156,14 +168,36 @@ def _fit_otherwise(rank: int, world_size: int, folder: str, kind: str) -> str:
     [
         ("lr", "lr of optimizer 0, group 0 is 0.1 on rank 0, but 0.2 on rank 1"),
         ("backend", "cache_ratio of the backend is 0.0 on rank 0, but 0.5 on rank 1"),
-        ("width", "parameter 'model.convs.0.bias' is float64 of shape (4,) on rank 0, but float64 of shape (5,)"),
+        ("width", "hidden_channels of module 'model' is 4 on rank 0, but 5 on rank 1"),
+        ("scheduler", "step_size of scheduler 0 is 1 on rank 0, but 2 on rank 1"),
+        ("milestones", 'milestones of scheduler 0 is {"1": 1} on rank 0, but {"2": 1} on rank 1'),
         ("epochs", "max_epochs is 3 on rank 0, but 4 on rank 1; start all processes with the same options"),
-        ("dropout", "Dropout(p=0.0, inplace=False) on rank 0, but Dropout(p=0.5, inplace=False) on rank 1"),
+        ("dropout", "p of module 'model.dropout' is 0.0 on rank 0, but 0.5 on rank 1"),
     ],
 )
 def test_scripts_that_train_otherwise_are_refused(kind: str, words: str, pool: RankPool, tmp_path: Path) -> None:
     for said in pool.run(_fit_otherwise, 2, str(tmp_path), kind):
         assert words in said
+
+
+class WithOwnBuffer(NodeClassifier):
+    """Each rank has a buffer for its own nodes, of another shape than those of others."""
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        self.register_buffer("mine", torch.ones(3 + self.global_rank))
+
+
+def _fit_with_own_buffers(rank: int, world_size: int, folder: str) -> float:
+    data = GraphDataModule(runs.graph(), partitioner="hash", cache_dir=Path(folder) / "cache")
+    trainer = runs.trainer(rank, world_size, folder, max_epochs=1)
+    trainer.fit(WithOwnBuffer(runs.model()), datamodule=data)
+    return float(trainer.callback_metrics["train_loss"])
+
+
+def test_ranks_may_have_buffers_of_their_own(pool: RankPool, tmp_path: Path) -> None:
+    one, other = pool.run(_fit_with_own_buffers, 2, str(tmp_path))
+    assert one == other
 
 
 def test_a_run_may_go_on_with_it(pool: RankPool, tmp_path: Path) -> None:

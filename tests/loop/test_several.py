@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch_geometric.data import Data
-from torch_geometric.nn import GAT, GCN, GraphSAGE
+from torch_geometric.nn import APPNP, GAT, GCN, GraphSAGE
 
 from pygdist import InputError, open_graph, undistribute
 from pygdist.backends import HybridBackend
@@ -309,16 +309,18 @@ def test_mistakes_are_refused_on_all_ranks(pool: RankPool, tmp_path: Path) -> No
         assert "no node on any process" in said[5]
         assert "nothing" in said[6]
         assert "cache_ratio of the backend is 0.0 on rank 0, but 0.5 on rank 1" in said[8]
-        assert "parameter 'convs.0.bias' is float64 of shape (8,) on rank 0, but float64 of shape (9,)" in said[9]
+        assert "hidden_channels of the model is 8 on rank 0, but 9 on rank 1" in said[9]
 
 
-def _at_other_rates(rank: int, num_ranks: int, folder: str, change: int) -> tuple[int, str]:
+def _at_other_rates(rank: int, num_ranks: int, folder: str, kind: str, change: int) -> tuple[int, str]:
     graph = open_graph(_graph, cache_dir=folder)
     model = graph.distribute(GCN(12, 8, num_layers=2, out_channels=4).double())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for step in range(10):
-        if step == change and rank == 2:
-            optimizer.param_groups[0]["lr"] = 0.0101
+        if step == change and rank == num_ranks - 1:
+            optimizer.param_groups[0]["lr"] = 0.0101 if kind == "rate" else torch.nan
+        if step == change and kind == "diverged":
+            optimizer.param_groups[0]["lr"] = torch.nan
         optimizer.zero_grad()
         loss = graph.mean_loss(F.cross_entropy, model(graph.x, graph.edge_index), graph.y, graph.train_mask)
         try:
@@ -329,13 +331,56 @@ def _at_other_rates(rank: int, num_ranks: int, folder: str, change: int) -> tupl
     return 10, ""
 
 
-@pytest.mark.parametrize(("change", "seen"), [(0, 1), (4, 7), (99, 10)])
-def test_parameters_that_drift_apart_are_refused(change: int, seen: int, pool: RankPool, tmp_path: Path) -> None:
-    for step, said in pool.run(_at_other_rates, 3, str(tmp_path), change):
-        assert step == seen
-        assert said.startswith(f"the parameters of the ranks differ after {seen} backward passes, most on rank 2") == (
-            change < 10
-        )
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("kind", "change", "passes"),
+    [
+        ("rate", 0, "the first backward pass"),
+        ("rate", 4, "7 backward passes"),
+        ("nan", 0, "the first backward pass"),
+        ("diverged", 0, ""),
+        ("rate", 99, ""),
+    ],
+)
+def test_parameters_that_drift_apart_are_refused(
+    kind: str, change: int, passes: str, num_ranks: int, pool: RankPool, tmp_path: Path
+) -> None:
+    for step, said in pool.run(_at_other_rates, num_ranks, str(tmp_path), kind, change):
+        if passes:
+            last = num_ranks - 1
+            assert said.startswith(f"the parameters of rank {last} differ from those of rank 0 after {passes}: all")
+        else:
+            assert (step, said) == (10, "")
+
+
+def _with_own_buffer(rank: int, num_ranks: int, folder: str) -> str:
+    graph = open_graph(_graph, cache_dir=folder)
+    model = GCN(12, 8, num_layers=2, out_channels=4).double()
+    model.register_buffer("mine", torch.ones(3 + rank))
+    try:
+        graph.distribute(model)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_buffers_of_other_shapes_are_refused_as_rank_0_gives_its_own(pool: RankPool, tmp_path: Path) -> None:
+    for said in pool.run(_with_own_buffer, 2, str(tmp_path)):
+        assert "buffer 'mine' is float32 of shape (3,) on rank 0, but float32 of shape (4,) on rank 1" in said
+
+
+def _of_other_options(rank: int, num_ranks: int, folder: str) -> str:
+    graph = open_graph(_graph, cache_dir=folder)
+    try:
+        graph.distribute(nn.Sequential(nn.Linear(12, 4), nn.ModuleList([APPNP(2, 0.1 * (1 + rank))])))
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_options_of_layers_are_compared(pool: RankPool, tmp_path: Path) -> None:
+    for said in pool.run(_of_other_options, 2, str(tmp_path)):
+        assert "alpha of module '1.0' is 0.1 on rank 0, but 0.2 on rank 1" in said
 
 
 SCRIPT = """
@@ -394,14 +439,25 @@ def test_a_rank_that_fails_ends_all(tmp_path: Path, warm_python: None) -> None:
     assert "ValueError: of the user" in done.stderr
 
 
+MISTAKES = {
+    "pygdist.open_graph('sbm').mean_loss(len, None, None)": "error: mean_loss: the graph has no labels (data.y)",
+    "pygdist.open_graph('nowhere')": "error: dataset 'nowhere': neither a folder",
+    "pygdist.open_graph('sbm', backend='replica')": "error: open_graph: backend 'replica' does not train on the whole",
+}
+
+
 @pytest.mark.slow
-def test_a_mistake_is_told_in_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("line", "words"), MISTAKES.items(), ids=["loss", "data", "backend"])
+def test_a_mistake_is_told_in_one_line(line: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "wrong.py"
-    path.write_text("import pygdist\npygdist.open_graph('sbm').mean_loss(len, None, None)\n")
-    told = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=120, check=False)
-    assert told.returncode == 2
-    assert told.stderr.splitlines()[-1] == "error: mean_loss: the graph has no labels (data.y)"
-    assert "Traceback" not in told.stderr
+    path.write_text(f"import pygdist\n{line}\n")
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if "nowhere" in line else []
+    told = subprocess.run([sys.executable, *start, str(path)], capture_output=True, text=True, timeout=120, check=False)
+    said = [one for one in told.stderr.splitlines() if one.startswith("error: ")]
+    assert len(said) == 1, told.stderr
+    assert said[0].startswith(words)
+    assert told.returncode == (1 if start else 2)  # torchrun's own
+    assert 'wrong.py", line' not in told.stderr, "a traceback of the script"
 
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])

@@ -1,0 +1,40 @@
+"""A mistake in the input ends a script in one line and with exit code 2, as it ends pygdist's commands."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import TracebackType
+
+from pygdist import signals
+from pygdist.comm import Communicator
+from pygdist.errors import InputError, is_first_rank
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+
+
+def tell_in_one_line(communicator: Communicator | None) -> Hook:
+    """Let an :class:`~pygdist.InputError` that nobody catches end this process in one line, as all others end alike.
+
+    Args:
+        communicator: Is closed before the end; ``None`` if there is none yet.
+
+    Returns:
+        The ``sys.excepthook`` of before, which still gets all other errors, and all at a prompt, which goes on.
+    """
+    before = sys.excepthook
+
+    def tell(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not isinstance(error, InputError) or hasattr(sys, "ps1"):
+            before(kind, error, trace)
+            return
+        if is_first_rank() or error.of_one_rank:
+            (sys.__stderr__ or sys.stderr).write(
+                f"error: {error}\n"
+            )  # torch's own hook, around this one, holds it back
+        if communicator is not None:
+            communicator.close(failed=error.of_one_rank)
+        signals.exit_now(2)
+
+    sys.excepthook = tell
+    return before
