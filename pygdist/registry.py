@@ -112,7 +112,10 @@ class Registry(Generic[T]):
         """
         taken = self._classes.get(name)
         if taken is not None and (taken.__module__, taken.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise ValueError(f"the {self.kind} name '{name}' is taken by {taken.__module__}.{taken.__qualname__}")
+            raise ValueError(
+                f"{cls.__module__}.{cls.__qualname__} is called '{name}', a name that {taken.__module__}."
+                f"{taken.__qualname__} has; give it another name"
+            )
         self._classes[name] = cls
 
     def __iter__(self) -> Iterator[str]:
@@ -165,7 +168,8 @@ class Registry(Generic[T]):
         try:
             inspect.signature(cls).bind(**arguments)
         except TypeError as error:
-            raise InputError(f"{self.kind} '{value}': {error}") from error
+            options = ", ".join(inspect.signature(cls).parameters) or "none"
+            raise InputError(f"{self.kind} '{value}': {error}; its options are: {options}") from error
         try:
             return cls(**arguments)
         except InputError:

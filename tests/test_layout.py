@@ -17,6 +17,7 @@ ROOMS = [
     "errors",
     "bounded_yaml",
     "signals",
+    "launch_variables",
     "registry",
     "display",
     "memory",

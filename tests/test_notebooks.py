@@ -77,4 +77,4 @@ def test_the_first_cell_installs_what_is_missing_and_nothing_else(path: Path) ->
 
     first = next(cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code")
     assert first.source.splitlines()[:3] == ["try:", "    import pygdist", "except ImportError:"]
-    assert first.source.splitlines()[3].strip().startswith("%pip install -q pygdist")
+    assert first.source.splitlines()[3].strip().startswith("%pip install -q ..[notebook]")

@@ -13,6 +13,7 @@ communicator's own, never DDP's.
 from __future__ import annotations
 
 import contextlib
+import socket
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -234,7 +235,9 @@ class Communicator(Transport):
             return
         for rank, text in enumerate(self.gather_text(error or "")):
             if text:
-                raise InputError(text if rank == self.rank or text == error else f"{text} (found by rank {rank})")
+                host = self.gather_text(socket.gethostname())[rank]
+                found = text if rank == self.rank or text == error else f"{text} (found by rank {rank} on {host})"
+                raise InputError(found)
 
     def compare_calls(self) -> None:
         """Compare the calls that ranks have made so far, which costs one exchange. Every rank calls it.

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from pygdist.errors import InputError
+from pygdist.launch_variables import check_launch
 from pygdist.memory.gpus import number_of
 
 # numbers of processes that srun, Open MPI's mpirun, and MPICH's and Intel's have started
@@ -20,13 +21,16 @@ def join(store: dist.Store | None = None) -> bool:
     They meet in ``store``, by default that of ``torchrun``.
 
     Raises:
-        InputError: If a variable is missing.
+        InputError: If a variable is missing, or cannot be right (:func:`~pygdist.launch_variables.check_launch`).
     """
-    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if dist.is_initialized():
+        return False
+    check_launch(os.environ)
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return False
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing and store is None:
-        raise InputError(f"WORLD_SIZE is set, but {', '.join(missing)} is not: start the script by torchrun")
+        raise InputError(f"WORLD_SIZE is set, but not {', '.join(missing)}: start the script by torchrun")
     kind = "cpu:gloo,cuda:nccl" if has_own_gpus() else "gloo"
     if store is None:
         dist.init_process_group(kind)

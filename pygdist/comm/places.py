@@ -34,8 +34,8 @@ FINISHED, LOST_A_NEIGHBOUR = "finished", "lost a neighbour"
 APART = "the ranks are at different places of the model"
 _DIFFERENT = "the ranks make different calls"
 _ALIKE = (  # the command line keeps the last 200 characters of a long message
-    "A loop or condition must run the same layers on all ranks: decide by what MeanAggregation() or "
-    "SumAggregation(), as a module of the model, makes of the rows of all nodes"
+    "All ranks must make the same calls, so none under 'if rank == 0': a loop or condition may decide by what "
+    "MeanAggregation() or SumAggregation(), as a module of the model, makes of the rows of all nodes"
 )
 _BACKWARD = "a backward pass"
 _CALLS = ("distributed_c10d.py", "c10d_logger.py", "rendezvous.py")  # of torch.distributed, that wait for other ranks

@@ -13,6 +13,7 @@ from pygdist.display import as_text
 from pygdist.errors import InputError
 
 _MIB = 2**20
+_CHECKPOINTS = ("*.ckpt", "checkpoints/*.ckpt", "version_*/checkpoints/*.ckpt")  # in the folder of a run, or of runs
 _FACTS = ("model", "task", "backend", "processes")  # of the run that saved a checkpoint
 
 
@@ -92,6 +93,7 @@ def run(command: str, arguments: list[str]) -> int:
     """Run the command line of :func:`store_facts` and :func:`checkpoint_facts`."""
     options = parser().parse_args(arguments)
     path = Path(options.path)
+    path = path.parent if path.name == "meta.json" else path
     if not path.exists():
         raise InputError(f"{path}: there is no such folder or file; give a partitioned graph or a checkpoint")
     _check_folder(path)
@@ -105,7 +107,8 @@ def run(command: str, arguments: list[str]) -> int:
 
 def _check_folder(path: Path) -> None:
     """Refuse the folder of a run, with the name of a checkpoint in it."""
-    if path.is_dir() and not (path / "meta.json").exists() and (saved := [*path.rglob("*.ckpt")]):
+    saved = [one for pattern in _CHECKPOINTS for one in path.glob(pattern)]
+    if saved and not (path / "meta.json").exists():
         newest = max(saved, key=lambda one: one.stat().st_mtime)
         raise InputError(f"{path}: holds checkpoints, but is no partitioned graph; give one of them, such as {newest}")
 

@@ -189,7 +189,7 @@ def _explain(reasons: list[str], types: list[str], got: str, missing: str) -> st
         text = "; ".join(reasons)
         for pattern, replacement in _TOP:
             text = pattern.sub(replacement, text)
-        return text[0].lower() + text[1:] if text[1:2].islower() else text
+        return text[0].lower() + text[1:] if text.split()[0].rstrip(":")[1:].islower() else text  # no name of a class
     if missing and not types:
         return f"there is no class '{missing}' that fits here; check the spelling, or give its full path"
     if not types:

@@ -221,11 +221,11 @@ def run(command: str, arguments: list[str]) -> int:
     if as_json:
         sys.stdout.write(json.dumps(meta, indent=2) + "\n")
     else:
-        _print(meta, options["out"])
+        _print(meta, options["out"], options["devices"])
     return 0
 
 
-def _print(meta: dict[str, Any], out: Path) -> None:
+def _print(meta: dict[str, Any], out: Path, devices: int | None) -> None:
     from pygdist.partition import PartitionMetrics
 
     metrics = PartitionMetrics.from_meta(meta)
@@ -244,7 +244,23 @@ def _print(meta: dict[str, Any], out: Path) -> None:
     cut = "" if plain == full else f" ({plain:.3f} as the edges were placed)"
     console.print(f"{meta['method']}: replication factor {full:.3f}{cut}, {meta['edge_cut']:,} edges cut")
     console.print(_summary(meta, metrics.balance))
-    console.print(f"train on it with --data.store={out} --trainer.devices={meta['num_parts']}")
+    console.print(_next_step(meta, out, devices))
+
+
+def _next_step(meta: dict[str, Any], out: Path, devices: int | None) -> str:
+    """Say how to train on the parts."""
+    num_parts = meta["num_parts"]
+    if devices is None or num_parts <= devices:
+        return f"train on it with --data.store={out} --trainer.devices={num_parts}"
+    if meta["placement"] == "replicas":
+        return (
+            f"train the {num_parts} parts on {devices} devices with --data.store={out} --trainer.devices={devices} "
+            "--model.backend=replica --trainer.strategy=model_averaging"
+        )
+    return (
+        f"the graph needs {num_parts} devices of this size with --data.store={out} --trainer.devices={num_parts}; to "
+        f"train it part by part on {devices}, partition it again with --placement=replicas, for backend replica"
+    )
 
 
 def _summary(meta: dict[str, Any], balance: Mapping[str, float]) -> str:

@@ -75,6 +75,11 @@ def verify(
         raise InputError("verify needs the whole graph for its reference: give data.dataset in place of data.store")
     if world_size < 1:
         raise InputError(f"--world-size is {world_size}, expected at least 1")
+    if backend.abilities.mini_batches:
+        raise InputError(
+            f"verify compares a step on the whole graph, but backend '{backend.name}' trains on mini-batches; verify "
+            "the model with --model.backend=comm"
+        )
     data.model = model
     whole, _ = data.load()
     if data.num_parts not in (None, world_size):

@@ -63,6 +63,12 @@ class GraphLauncher(_SubprocessScriptLauncher):
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         self._check_numbers()
         if not self.cluster_environment.creates_processes_externally:
+            if self.num_nodes > 1 and "NODE_RANK" not in os.environ:
+                log.info(
+                    "num_nodes=%d, but neither torchrun nor SLURM has started this process: run the same command on "
+                    "each machine with its NODE_RANK, and the MASTER_ADDR and MASTER_PORT of the first",
+                    self.num_nodes,
+                )
             if self.num_processes > 1:
                 _check_script()
             host(self.cluster_environment)

@@ -131,6 +131,9 @@ class GraphModule(OfLightning, pl.LightningModule):
         lasts = len(data.parts) == 1 and data.batches is None
         savings = self.savings if lasts else replace(self.savings, first_hop=False, first_hop_mib=None)
         distribute(self.model, backend=self.backend, savings=savings, check=self.check)
+        if self.trainer.state.fn == TrainerFn.FITTING and not self.backend.abilities.exact:
+            given_up = self.backend.abilities.approximation or "the backend does not say what it gives up"
+            rank_zero_info(f"backend '{self.backend.name}' is not exact: {given_up}")
         self.backend.look_at(self.model, data.batches)
         self._sharded.ignore(self, self.backend.sharded_weights)
 

@@ -81,7 +81,7 @@ class Resume(pl.Callback):
 
     Raises:
         InputError: On all ranks, if one of them cannot read the file, reads another one under its name, or finds one
-            where rank 0 finds none.
+            where rank 0 finds none; or if the run has trained more epochs than ``max_epochs``.
 
     Example:
         >>> trainer = pl.Trainer(strategy="graph_ddp", devices=4, callbacks=[Resume("lightning_logs")])
@@ -100,7 +100,12 @@ class Resume(pl.Callback):
         connector = trainer._checkpoint_connector
         connector._restore_modules_and_callbacks(path)  # as Lightning does here for strategies that restore late
         whole, steps = done_in(connector._loaded_checkpoint["loops"]["fit_loop"])
-        if trainer.max_epochs not in (None, -1) and whole >= trainer.max_epochs:
+        if trainer.max_epochs not in (None, -1) and whole > trainer.max_epochs:
+            raise InputError(
+                f"{path}: the run has trained {whole} epochs, more than max_epochs={trainer.max_epochs}; raise "
+                "--trainer.max_epochs, or begin a new run with --resume=false"
+            )
+        if trainer.max_epochs not in (None, -1) and whole == trainer.max_epochs:
             rank_zero_info(f"the run had ended by itself after {whole} epochs (max_epochs={trainer.max_epochs})")
         stopping = [one for one in trainer.callbacks if isinstance(one, EarlyStopping)]  # type: ignore[attr-defined]
         if any(one.stopped_epoch and one.stopped_epoch + 1 == whole for one in stopping):

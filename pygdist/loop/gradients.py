@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -13,6 +15,10 @@ from pygdist.comm import Communicator
 from pygdist.errors import InputError
 
 _ROUNDINGS = 64  # within which parameters count as equal
+_UNSCALED = (
+    "backward() without graph.mean_loss(): gradients are summed over the processes, so the mean over this process's "
+    "nodes is no share of the mean over the graph; use graph.mean_loss(), or divide a sum by the number of all nodes"
+)
 
 
 class SummedGradients:
@@ -27,10 +33,11 @@ class SummedGradients:
     Args:
         model: The model, with equal parameters on all ranks.
         communicator: The ranks.
+        scaled: Tells if a loss of the whole graph was made; without one a warning says that sums would be too large.
     """
 
-    def __init__(self, model: nn.Module, communicator: Communicator) -> None:
-        self._communicator = communicator
+    def __init__(self, model: nn.Module, communicator: Communicator, *, scaled: Callable[[], bool]) -> None:
+        self._communicator, self._scaled = communicator, scaled
         self._parameters = [one for one in model.parameters() if one.requires_grad]
         self._before: dict[int, Tensor | None] = {}  # gradients of earlier passes, by number of the parameter
         self._reached = set[int]()
@@ -61,6 +68,8 @@ class SummedGradients:
         if not reached:
             return
         self._passes += 1
+        if self._passes == 1 and not self._scaled():
+            warnings.warn(_UNSCALED, stacklevel=2)
         self._communicator.epoch += 1
         with torch.no_grad():
             if self._passes > 1 and self._passes.bit_count() == 1:

@@ -30,7 +30,7 @@ def tell_in_one_line(communicator: Communicator | None) -> Hook:
             return
         if is_first_rank() or error.of_one_rank:
             (sys.__stderr__ or sys.stderr).write(
-                f"error: {error}\n"
+                f"pygdist: error: {error}\n"
             )  # torch's own hook, around this one, holds it back
         if communicator is not None:
             communicator.close(failed=error.of_one_rank)

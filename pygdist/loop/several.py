@@ -115,6 +115,7 @@ class OpenGraph:
         self, shard: Shard, backend: Backend, communicator: Communicator, *, joined: bool, left_out: Sequence[str] = ()
     ) -> None:
         self._shard, self._backend, self._communicator, self._joined = shard, backend, communicator, joined
+        self._scaled = False  # a loss was made by mean_loss
         self._left_out = left_out  # tensors of nodes that the graph has, and the parts have not
         self.x, self.edge_index, self.y = shard.x, shard.adjacency, shard.y
         self.train_mask, self.val_mask, self.test_mask = shard.train_mask, shard.val_mask, shard.test_mask
@@ -173,7 +174,7 @@ class OpenGraph:
         distribute(model, backend=self._backend)
         self._backend.look_at(model, None)
         if self.num_ranks > 1:
-            with_hooks(model, *SummedGradients(model, self._communicator).hooks)
+            with_hooks(model, *SummedGradients(model, self._communicator, scaled=lambda: self._scaled).hooks)
         return model
 
     def _share(self, model: nn.Module) -> None:
@@ -206,6 +207,8 @@ class OpenGraph:
         """
         if target is None:
             raise InputError("mean_loss: the graph has no labels (data.y)")
+        self._scaled = True
+        self._communicator.move("in graph.mean_loss")
         every = torch.ones(len(target), dtype=torch.bool, device=target.device) if mask is None else mask
         rows = labelled_rows(target, every)
         labels, outputs = target.index_select(0, rows), output.index_select(0, rows)
@@ -235,6 +238,7 @@ class OpenGraph:
         Raises:
             InputError: On all processes, if no node counts.
         """
+        self._communicator.move("in graph.mean")
         chosen = values if mask is None else values[mask]
         sums = self._communicator.gather([float(chosen.sum(dtype=torch.float64)), float(chosen.numel())]).sum(dim=0)
         if not sums[1]:
@@ -247,6 +251,7 @@ class OpenGraph:
         Args:
             rows: A row for each of this process's nodes, ``(n, ...)``, such as the model's output.
         """
+        self._communicator.move("in graph.gather")
         here, ids = rows.detach().cpu(), self.n_id.cpu()
         if self.num_ranks > 1:
             ranks = self._communicator.on_host()

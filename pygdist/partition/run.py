@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import shutil
+import sys
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -48,6 +51,7 @@ CACHE = Path("~/.cache/pygdist")
 
 _GIB = 2**30
 _EDGE_PARTS = "edge_part.tmp"
+_MAIN = ("__main__", "__mp_main__")  # modules of a notebook or script
 
 
 def cached_store(
@@ -65,7 +69,8 @@ def cached_store(
     """Return the folder of a graph's store in a cache, keyed by content and arguments; write it if it is not there.
 
     A partitioner whose class is defined in a notebook or script runs each time, and the key has the resulting parts
-    too: nobody can tell from the class if the code that it uses has changed.
+    too: nobody can tell from the class if the code that it uses has changed. For a class of a module of the user's own
+    the key has a checksum of the module's file.
 
     Args:
         data: A graph as :func:`pygdist.graph.prepare` returns it.
@@ -86,6 +91,7 @@ def cached_store(
     key = {
         "method": f"{type(chosen).__module__}.{type(chosen).__qualname__}",
         "arguments": chosen.arguments(),
+        **_code(chosen),
         "num_parts": vars(num_parts) if isinstance(num_parts, DeviceMemory) else num_parts,
         "num_classes": num_classes,
         "placement": [placement, num_hops],
@@ -99,7 +105,9 @@ def cached_store(
     if _is_of_main(chosen):
         return _kept(write, cache, content, key)
     folder = cache / store_key(content, key)
-    if not (folder / "meta.json").is_file():  # stores appear when they are complete
+    if (folder / "meta.json").is_file():  # stores appear when they are complete
+        log.info("the parts are there already: %s", folder)
+    else:
         write(folder)
     return folder
 
@@ -199,7 +207,16 @@ def default_partitioner(placement: str) -> str:
 
 def _is_of_main(partitioner: Partitioner) -> bool:
     """Tell if a partitioner's class, or one that it derives from, is of a notebook or script, and changes with it."""
-    return any(kind.__module__ in ("__main__", "__mp_main__") for kind in type(partitioner).__mro__)
+    return any(kind.__module__ in _MAIN for kind in type(partitioner).__mro__)
+
+
+def _code(partitioner: Partitioner) -> dict[str, str]:
+    """Return a checksum of the modules, other than pygdist's and the script, that define a partitioner."""
+    modules = {kind.__module__ for kind in type(partitioner).__mro__ if issubclass(kind, Partitioner)}
+    own = sorted(name for name in modules - {*_MAIN} if name.partition(".")[0] != "pygdist")
+    files = [Path(file) for name in own if (file := getattr(sys.modules.get(name), "__file__", None))]
+    crc = functools.reduce(lambda crc, file: zlib.crc32(file.read_bytes(), crc), filter(Path.is_file, files), 0)
+    return {"code": f"{crc:08x}"} if own else {}
 
 
 def _build(job: _Job, graph: GraphFiles | WholeGraph, folder: str | Path, place: Path) -> dict[str, Any]:
@@ -220,6 +237,8 @@ class _Job:
 
     def check(self) -> None:
         """Refuse a placement that the partitioner, or parts of the devices' size, cannot have."""
+        if not isinstance(self.num_parts, DeviceMemory) and self.num_parts < 1:
+            raise InputError(f"num_parts is {self.num_parts}, expected at least 1 part")
         if self.placement.splits_features and isinstance(self.num_parts, DeviceMemory):
             raise InputError(f"placement '{self.placement.name}' needs a number of parts, not the memory of devices")
         if not self.placement.splits_nodes:
@@ -241,6 +260,7 @@ class _Job:
             "placement": self.placement.name,
             "method": self.partitioner.name or f"{kind.__module__}.{kind.__qualname__}",
             "arguments": self.partitioner.arguments(),
+            **_code(self.partitioner),
             **({"device_memory": vars(size)} if isinstance(size, DeviceMemory) else {"num_parts": int(size)}),
         }
 
@@ -301,8 +321,8 @@ class _Job:
             assignment = self.partitioner.run(edges, num_parts)
         seconds = time.perf_counter() - start
         items = f"{edges.num_edges} edges" if self.placement.splits_nodes else f"{edges.num_nodes} nodes"
+        part = check_part(assignment.part, edges.num_nodes, num_parts, of=f"partitioner '{name}'")
         log.info("%s assigned %s to %d parts in %.2f s", name, items, num_parts, seconds)
-        part = check_part(assignment.part, edges.num_nodes, num_parts)
         return dataclasses.replace(assignment, part=part), seconds
 
     def _fit(self, graph: WholeGraph, memory: DeviceMemory, folder: Path) -> tuple[int, Assignment, float]:

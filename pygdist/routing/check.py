@@ -305,7 +305,7 @@ class _Check:
             raise UnequalRanksError(f"on a small graph, on which {type(plain).__name__} is tried, {error}") from error
         except InputError as error:
             raise InputError(f"{error} ({_SWITCH})", of_one_rank=error.of_one_rank) from error
-        except Exception as error:  # whatever a model says of what it gets on a rank
+        except Exception as error:  # whatever a model, or a backend, says of what it gets on a rank
             if (refused := refusal_of(error)) is not None:
                 raise refused from error
             if isinstance(error, OSError):  # of the machine, and no matter of parts
@@ -313,6 +313,8 @@ class _Check:
             cause = f". {ELSEWHERE}" if reads_missing_rows(error) else ""
             if is_raised_by_user(error):
                 cause = f". {OWN_TEST}"
+            if self._suspect:
+                cause = f". {self._suspect}"
             raise InputError(
                 f"{type(plain).__name__} ran on a small graph on one process, and failed on a part of it: "
                 f"{in_one_line(error)}{cause} ({_SWITCH})",
@@ -334,12 +336,28 @@ class _Check:
         (path, _), modules = list(whole.modules)[place], dict(plain.named_modules())
         return f"'{path}' ({type(modules[path]).__name__})" if path else f"{type(plain).__name__}.forward"
 
+    @property
+    def _suspect(self) -> str:
+        """Advice where the backend is not one of pygdist's, and may be what is wrong; else empty."""
+        cls = type(self.backend)
+        if cls.__module__.partition(".")[0] == "pygdist":
+            return ""
+        return (
+            f"The backend {cls.__module__}.{cls.__qualname__} may be wrong, or the model: test the backend by itself "
+            "with pygdist.testing.assert_exact"
+        )
+
     def _refused(self, place: str, worst: float, cause: str) -> InputError:
         model, backend = own_class(self.call.model).__name__, self.backend.name or type(self.backend).__name__
         alone = self.backend.abilities.trains_parts
         if alone and cause == OVER_NODES:
             cause = OVER_NODES_OF_PARTS.format(names_of(lambda abilities: abilities.exact))
-        by = "their shapes differ" if worst == float("inf") else f"by {worst:.0e} of the largest number"
+        cause = self._suspect or cause
+        by = (
+            "their shapes differ, or numbers are NaN"
+            if worst == float("inf")
+            else f"by {worst:.0e} of the largest number"
+        )
         return InputError(
             f"{model} would train other numbers with backend '{backend}' on {self.num_parts} "
             f"{'parts' if alone else 'ranks'} than on one process: on a small graph, the first difference is in "

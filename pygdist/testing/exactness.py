@@ -29,7 +29,7 @@ from torch_geometric.data import Data
 from pygdist.backends import Abilities, Backend, Savings, resolve_backend
 from pygdist.comm import Communicator
 from pygdist.comm.ddp import DDP_OPTIONS, ddp_loss_scale
-from pygdist.errors import InputError
+from pygdist.errors import InputError, did_you_mean
 from pygdist.graph import Shard, write_store
 from pygdist.memory.scratch import ScratchFolder
 from pygdist.nn.inputs import arguments_of
@@ -247,6 +247,7 @@ def assert_exact(
         The largest difference of each layer.
 
     Raises:
+        InputError: If a layer or a graph is unknown.
         AssertionError: If a difference is too large; the message names the layer, world size, graph, rank and quantity
             of each that is.
 
@@ -254,6 +255,10 @@ def assert_exact(
         >>> assert_exact("my_package.MyBackend", layers=["GCNConv", "GATConv"], world_sizes=[2, 3])
     """
     names, abilities = list(LAYERS if layers is None else layers), resolve_backend(backend).abilities
+    for kind, asked, known in (("layer", names, LAYERS), ("graph", graphs := list(graphs), GRAPHS)):
+        for name in asked:
+            if name not in known:
+                raise InputError(f"unknown {kind} '{name}'{did_you_mean(name, known)}; known are {', '.join(known)}")
     sizes = _Sizes(num_nodes, num_features, hidden_channels, num_layers, seed)
     differences: list[tuple[str, str, float]] = []  # layer, text, value
     with contextlib.ExitStack() as stack:

@@ -79,6 +79,11 @@ def test_a_run_goes_on_in_its_folder(begun: Path, unbroken: Path) -> None:
     _assert_as_unbroken(begun, unbroken)
 
 
+def test_fewer_epochs_than_the_run_has_are_refused(begun: Path) -> None:
+    outcome = pygdist(*FIT, "--resume", "--trainer.max_epochs=2", folder=begun)
+    assert_mistake(outcome, "the run has trained 3 epochs, more than max_epochs=2; raise --trainer.max_epochs")
+
+
 def test_damaged_checkpoints_and_rows_after_the_one_before_are_passed_over(begun: Path, unbroken: Path) -> None:
     run = begun / "runs" / "version_0"
     last = run / "checkpoints" / "last.ckpt"

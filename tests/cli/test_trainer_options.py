@@ -13,10 +13,10 @@ from torch_geometric.data import Data
 from pygdist.backends import HybridBackend, Savings
 from pygdist.backends.planning.greedy import Costs
 from pygdist.cli import main
-from pygdist.commands.launch_variables import check_launch
 from pygdist.commands.messages import check_value, described, refused_by, shorten
 from pygdist.commands.trainer_options import accelerator_of, check_settings, check_trainer
 from pygdist.errors import InputError
+from pygdist.launch_variables import check_launch
 from pygdist.lightning import GraphDataModule, GraphDDPStrategy
 from pygdist.lightning.checks import left_unused
 

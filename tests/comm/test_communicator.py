@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
 from functools import partial
 from pathlib import Path
@@ -137,7 +138,7 @@ def test_nobody_leaves_a_barrier_before_all_are_there(pool: RankPool) -> None:
 
 def test_an_error_of_one_rank_is_raised_on_all(pool: RankPool) -> None:
     first, second = pool.run(_check_agree, 2)
-    assert first == "part_1/x.npy: is damaged (found by rank 1)"
+    assert first == f"part_1/x.npy: is damaged (found by rank 1 on {socket.gethostname()})"
     assert second == "part_1/x.npy: is damaged"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -353,6 +354,46 @@ def test_parameters_that_drift_apart_are_refused(
             assert (step, said) == (10, "")
 
 
+def _without_mean_loss(rank: int, num_ranks: int, folder: str, divides: bool) -> tuple[int, str]:
+    graph = open_graph(_graph, cache_dir=folder)
+    model = graph.distribute(GCN(12, 8, num_layers=2, out_channels=4).double())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            out = model(graph.x, graph.edge_index)
+            here = F.cross_entropy(out[graph.train_mask], graph.y[graph.train_mask])
+            loss = graph.mean_loss(F.cross_entropy, out, graph.y, graph.train_mask) if divides else here
+            loss.backward()
+    said = [str(one.message) for one in caught if "mean_loss" in str(one.message)]
+    return len(said), " ".join(said)
+
+
+@pytest.mark.parametrize("divides", [False, True])
+def test_a_loss_of_one_processs_nodes_is_warned_of_once(divides: bool, pool: RankPool, tmp_path: Path) -> None:
+    for number, said in pool.run(_without_mean_loss, 2, str(tmp_path), divides):
+        assert number == (not divides)
+        assert said.startswith("backward() without graph.mean_loss()") == (not divides)
+
+
+def _mean_on_rank_0(rank: int, num_ranks: int, folder: str) -> str:
+    graph = open_graph(_graph, cache_dir=folder)
+    model = graph.distribute(GCN(12, 8, num_layers=2, out_channels=4).double())
+    try:
+        for _ in range(2):
+            model(graph.x, graph.edge_index)
+            if rank == 0:
+                graph.mean(graph.y)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+def test_a_call_of_one_rank_alone_is_named(pool: RankPool, tmp_path: Path) -> None:
+    for said in pool.run(_mean_on_rank_0, 2, str(tmp_path)):
+        assert "rank 0: in graph.mean" in said
+        assert "none under 'if rank == 0'" in said
+
+
 def _with_own_buffer(rank: int, num_ranks: int, folder: str) -> str:
     graph = open_graph(_graph, cache_dir=folder)
     model = GCN(12, 8, num_layers=2, out_channels=4).double()
@@ -440,9 +481,9 @@ def test_a_rank_that_fails_ends_all(tmp_path: Path, warm_python: None) -> None:
 
 
 MISTAKES = {
-    "pygdist.open_graph('sbm').mean_loss(len, None, None)": "error: mean_loss: the graph has no labels (data.y)",
-    "pygdist.open_graph('nowhere')": "error: dataset 'nowhere': neither a folder",
-    "pygdist.open_graph('sbm', backend='replica')": "error: open_graph: backend 'replica' does not train on the whole",
+    "pygdist.open_graph('sbm').mean_loss(len, None, None)": "mean_loss: the graph has no labels (data.y)",
+    "pygdist.open_graph('nowhere')": "dataset 'nowhere': neither a folder",
+    "pygdist.open_graph('sbm', backend='replica')": "open_graph: backend 'replica' does not train on the whole",
 }
 
 
@@ -453,9 +494,9 @@ def test_a_mistake_is_told_in_one_line(line: str, words: str, tmp_path: Path) ->
     path.write_text(f"import pygdist\n{line}\n")
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"] if "nowhere" in line else []
     told = subprocess.run([sys.executable, *start, str(path)], capture_output=True, text=True, timeout=120, check=False)
-    said = [one for one in told.stderr.splitlines() if one.startswith("error: ")]
+    said = [one for one in told.stderr.splitlines() if one.startswith("pygdist: error: ")]
     assert len(said) == 1, told.stderr
-    assert said[0].startswith(words)
+    assert said[0].startswith(f"pygdist: error: {words}")
     assert told.returncode == (1 if start else 2)  # torchrun's own
     assert 'wrong.py", line' not in told.stderr, "a traceback of the script"
 
@@ -472,6 +513,14 @@ def test_tasks_of_a_launcher_that_know_nothing_of_each_other_are_refused(
         open_graph(_graph, cache_dir=tmp_path)
 
 
+@pytest.mark.parametrize("rank", ["x", "2"])
+def test_ranks_of_a_launcher_that_cannot_be_are_refused(rank: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"WORLD_SIZE": "2", "RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match="the environment variable RANK is"):
+        open_graph(_graph)
+
+
 def test_tensors_that_the_parts_lack_are_named(tmp_path: Path) -> None:
     whole, store = _graph(), tmp_path / "parts"
     whole.pos = torch.rand(160, 3)
@@ -486,5 +535,5 @@ def test_variables_of_a_launcher_that_lack_some_are_refused(monkeypatch: pytest.
     assert not dist.is_initialized()
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(InputError, match=r"WORLD_SIZE is set, but RANK.* not: start the script by torchrun"):
+    with pytest.raises(InputError, match=r"WORLD_SIZE is set, but not RANK.*: start the script by torchrun"):
         open_graph(_graph)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from torch_geometric.data import Data
 from pygdist.errors import InputError
 from pygdist.graph import prepare, read_meta
 from pygdist.partition import Partitioner, partition_graph
+from pygdist.partition.base import resolve_partitioner
 from pygdist.partition.run import cached_store
 from tests.lightning.runs import graph as small_graph
 
@@ -112,3 +116,19 @@ def test_classes_of_modules_are_known_by_their_name_and_run_once(tmp_path: Path)
     first = _store(data, notes, tmp_path, _OfModule())
     assert _store(data, notes, tmp_path, _OfModule()) == first
     assert _OfModule.runs == 1
+
+
+def test_classes_of_a_changed_module_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    data, notes = prepare(small_graph())
+    places = []
+    for shift in (0, 0, 1):
+        module = tmp_path / "a_partitioner_of_mine.py"
+        module.write_text(_CELL.replace("from_list = [0]", f"from_list = [{shift}]"))
+        monkeypatch.delitem(sys.modules, module.stem, raising=False)
+        importlib.invalidate_caches()
+        shutil.rmtree(tmp_path / "__pycache__", ignore_errors=True)  # as its time and size are those of before
+        places.append(_store(data, notes, tmp_path / "cache", resolve_partitioner(f"{module.stem}.Mine")))
+    assert places[0] == places[1]
+    assert places[2] != places[0]
+    assert read_meta(places[2])["parts"] != read_meta(places[0])["parts"]

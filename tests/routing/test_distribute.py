@@ -521,7 +521,7 @@ def test_backends_are_found_by_class_path_and_mistakes_are_named() -> None:
         resolve_backend("pygdist.backends.Nope")
     with pytest.raises(InputError, match=r"is not a backend: it does not subclass"):
         resolve_backend("torch.nn.Linear")
-    with pytest.raises(ValueError, match=r"the backend name 'comm' is taken by pygdist.backends.comm.CommBackend"):
+    with pytest.raises(ValueError, match=r"Other is called 'comm', a name that pygdist.backends.comm.CommBackend has"):
         type("Other", (SingleBackend,), {"name": "comm"})
 
 

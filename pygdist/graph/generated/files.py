@@ -132,7 +132,8 @@ def _existing(folder: Path, wanted: Mapping[str, Any], overwrite: bool) -> dict[
     differing = [f"{name} {description.get(name)}" for name, value in wanted.items() if description.get(name) != value]
     if differing and not overwrite:
         raise InputError(
-            f"{folder}: holds another graph ({', '.join(differing)}); choose another folder, or overwrite it"
+            f"{folder}: holds another graph ({', '.join(differing)}); choose another folder, or overwrite it "
+            "(--overwrite=true)"
         )
     return None if differing else description
 

@@ -227,17 +227,17 @@ def write_graph(
     }
 
 
-def check_part(part: NDArray[Any], num_nodes: int, num_parts: int) -> NDArray[np.int32]:
-    """Check the owner of each node, and return them as int32 of shape ``(N,)``.
+def check_part(part: NDArray[Any], num_nodes: int, num_parts: int, *, of: str = "part") -> NDArray[np.int32]:
+    """Check the owner of each node, and return them as int32 of shape ``(N,)``; errors name ``of``.
 
     Raises:
         InputError: If these are not ``num_nodes`` integers from 0 to ``num_parts - 1``.
     """
     part = np.asarray(part)
     if part.shape != (num_nodes,) or part.dtype.kind not in "iu":
-        raise InputError(f"part: {part.dtype} of shape {part.shape}, expected integers of shape ({num_nodes},)")
+        raise InputError(f"{of}: {part.dtype} of shape {part.shape}, expected integers of shape ({num_nodes},)")
     if num_parts < 1 or (num_nodes and not 0 <= int(part.min()) <= int(part.max()) < num_parts):
-        raise InputError(f"part: values from {part.min()} to {part.max()}, expected parts 0 to {num_parts - 1}")
+        raise InputError(f"{of}: values from {part.min()} to {part.max()}, expected parts 0 to {num_parts - 1}")
     return np.ascontiguousarray(part, dtype=np.int32)
 
 
@@ -252,7 +252,10 @@ def read_meta(folder: str | Path) -> StoreMeta:
     if not path.parent.is_dir():
         raise InputError(f"{folder}: there is no such folder; write it with: pygdist partition --out {folder} ...")
     if not path.is_file():
-        raise InputError(f"{folder}: has no meta.json, so it is not a finished store; partition the graph again")
+        raise InputError(
+            f"{folder}: has no meta.json, so it is no partitioned graph, or not a finished one; give a folder that "
+            "pygdist partition has written, or partition the graph again"
+        )
     try:
         meta = json.loads(path.read_text(encoding="utf-8"))
         version = meta["format_version"]
@@ -352,6 +355,7 @@ def _existing(folder: Path, wanted: Mapping[str, Any], overwrite: bool) -> dict[
     meta = read_meta(folder)
     if differing := [name for name, value in wanted.items() if meta.get(name) != value]:
         raise InputError(
-            f"{folder}: holds another store ({', '.join(differing)} differ); choose another folder, or overwrite it"
+            f"{folder}: holds another store ({', '.join(differing)} differ); choose another folder, or overwrite it "
+            "(--overwrite=true)"
         )
     return meta

@@ -121,7 +121,7 @@ def open_array(path: Path, expected: Mapping[str, Any], *, verify: bool) -> NDAr
     Raises:
         InputError: If the file is missing or differs.
     """
-    again = "; partition the graph again"
+    again = "; copy the file again if this is a copy, or partition the graph again"
     if not path.is_file():
         raise InputError(f"{path}: is missing{again}")
     size = path.stat().st_size

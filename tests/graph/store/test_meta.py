@@ -348,7 +348,7 @@ def test_no_store(tmp_path: Path, store: Path) -> None:
     with pytest.raises(InputError, match="there is no such folder; write it with: pygdist partition"):
         read_meta(tmp_path / "absent")
     (store / "meta.json").unlink()
-    with pytest.raises(InputError, match=r"has no meta.json, so it is not a finished store"):
+    with pytest.raises(InputError, match=r"has no meta.json, so it is no partitioned graph, or not a finished one"):
         open_part(store, 0)
 
 
@@ -386,7 +386,10 @@ def test_damaged_arrays(store: Path, name: str) -> None:
     with pytest.raises(InputError, match=rf"{name}.npy: is damaged, it has {len(content) - 1} bytes instead of"):
         open_part(store, 1, verify=False)
     path.unlink()
-    with pytest.raises(InputError, match=rf"part_1/{name}.npy: is missing; partition the graph again"):
+    with pytest.raises(
+        InputError,
+        match=rf"part_1/{name}.npy: is missing; copy the file again if this is a copy, or partition the graph again",
+    ):
         open_part(store, 1, verify=False)
 
 

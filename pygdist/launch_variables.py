@@ -61,10 +61,19 @@ def check_launch(environment: Mapping[str, str]) -> None:
                 f"machine are {', '.join(interfaces)}; name one of these, or unset {_INTERFACES}",
                 of_one_rank=True,
             )
+    nodes, named = numbers.get("SLURM_NNODES", 1), {"SLURM_NODELIST", "MASTER_ADDR"} & environment.keys()
+    if (
+        "SLURM_PROCID" in environment and nodes > 1 and not named
+    ):  # Lightning would take this machine for that of rank 0
+        raise InputError(
+            f"the environment variable SLURM_NNODES is {nodes}, but SLURM_NODELIST, which names the machine of rank 0, "
+            "is not; start with srun, or set it",
+            of_one_rank=True,
+        )
     for name, size in _OF.items():
         if name in numbers and size in numbers and numbers[name] >= numbers[size]:
             raise InputError(
                 f"the environment variable {name} is {numbers[name]}, but {size} is {numbers[size]}, and ranks count "
-                f"from 0; start all ranks with torchrun or SLURM, or unset both",
+                f"from 0; start all ranks with torchrun or SLURM, or unset both variables",
                 of_one_rank=True,
             )
