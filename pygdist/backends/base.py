@@ -535,6 +535,10 @@ def resolve_backend(backend: str | Backend, **arguments: Any) -> Backend:
     """A backend from its registered name, its class path in any package, or itself.
 
     Raises:
-        InputError: If the name is unknown; the message lists the known ones.
+        InputError: If the name is unknown; the message lists the known ones. If a class does not make its base.
     """
-    return backends.resolve(backend, Backend, **arguments)  # type: ignore[type-abstract]
+    resolved: Backend = backends.resolve(backend, Backend, **arguments)  # type: ignore[type-abstract]
+    if "_token" not in vars(resolved):
+        cls = type(resolved)
+        raise InputError(f"backend {cls.__module__}.{cls.__qualname__}: __init__ does not call super().__init__()")
+    return resolved

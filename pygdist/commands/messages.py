@@ -22,9 +22,10 @@ from jsonargparse import set_loader, set_parsing_settings
 from typing_extensions import override
 
 from pygdist.bounded_yaml import LOADER, check_yaml, read_text, read_yaml
-from pygdist.errors import InputError
+from pygdist.errors import InputError, did_you_mean
 
 _LONGEST_PATH = 4000  # of Linux
+_UNKNOWN = re.compile(r"^unknown option (--[\w.-]+)")
 _KEY = re.compile(r'^Parser key "([^"]+)":\s*(.*)$')
 _NESTED = re.compile(r"^--(\S+): --(\S+?)(:| is required)")
 _EXPECTED = re.compile(r"^Expected an? (.+?)(?:\. Got value: (.*))?$")
@@ -53,7 +54,9 @@ class ArgumentParser(argparse.ArgumentParser):
 
     @override
     def error(self, message: str) -> NoReturn:
-        raise InputError(f"{shorten(message)}; see {self.prog} --help")
+        # positional arguments have no dashes, which shorten() would add
+        text = re.sub(r"^the following arguments are required: (\w+)$", r"\1 is missing", message)
+        raise InputError(f"{shorten(text)}; see {self.prog} --help")
 
 
 class Parser(jsonargparse.ArgumentParser):
@@ -74,7 +77,19 @@ class Parser(jsonargparse.ArgumentParser):
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        raise InputError(shorten(message)) from ex
+        text = shorten(message)
+        if unknown := _UNKNOWN.match(text):
+            text += did_you_mean(unknown[1], _options_in(self))
+        raise InputError(text) from ex
+
+
+def _options_in(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Yield the names of a parser's options, and of those of its subcommands."""
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for inside in action._name_parser_map.values():
+                yield from _options_in(inside)
 
 
 def check_value(option: str, value: str) -> None:

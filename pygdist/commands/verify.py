@@ -140,7 +140,7 @@ def parser() -> ArgumentParser:
         description="Compare one training step on N processes with the same step on one process. The exit status is 1 "
         "if a number differs by more than the tolerance. Takes all options of 'pygdist fit', too.",
     )
-    result.add_argument("--world-size", type=int, default=2, help="number of processes (default: 2)")
+    result.add_argument("--world-size", "--world_size", type=int, default=2, help="number of processes (default: 2)")
     result.add_argument("--reference", choices=["auto", "pyg", "single"], default="auto", help="what one process runs")
     result.add_argument("--double", action="store_true", help="compute in float64")
     result.add_argument("--tolerance", type=float, help="largest relative difference (default: 1e-5, float64 1e-10)")

@@ -15,7 +15,10 @@ OPTIONS = {
     "unknown command": (["fiit"], ["unknown command 'fiit'", "partition"]),
     "no such config": (["fit", "--config=nowhere.yaml"], ["--config", "nowhere.yaml"]),
     "no model": (["fit"], ["--model.model is required"]),
-    "unknown option": ([*FIT, "--trainer.max_epocs=3"], ["unknown option --trainer.max_epocs"]),
+    "unknown option": (
+        [*FIT, "--trainer.max_epocs=3"],
+        ["unknown option --trainer.max_epocs", "did you mean '--trainer.max_epochs'?"],
+    ),
     "wrong type": ([*FIT, "--trainer.max_epochs=many"], ["--trainer.max_epochs: expected int, got 'many'"]),
     "wrong choice": ([*FIT, "--predictions.output=x"], ["--predictions.output: expected 'label' or 'logits', got 'x'"]),
     "wrong length": ([*FIT, "--data.split=[0.5,0.5]"], ["--data.split: expected tuple with 3 elements"]),

@@ -304,8 +304,8 @@ def open_part(
     meta = read_meta(folder) if meta is None else meta
     if num_parts is not None and meta["num_parts"] != num_parts:
         raise InputError(
-            f"{folder}: has {meta['num_parts']} parts, but the run has {num_parts} ranks; partition again with: "
-            f"pygdist partition --method {meta['method']} --parts {num_parts} --out NEW_FOLDER ..."
+            f"{folder}: has {meta['num_parts']} parts, but the run has {num_parts} rank{'s' * (num_parts != 1)}; "
+            f"partition again: pygdist partition --method {meta['method']} --parts {num_parts} --out NEW_FOLDER ..."
         )
     if not 0 <= part < meta["num_parts"]:
         raise InputError(f"{folder}: has no part {part}, only parts 0 to {meta['num_parts'] - 1}")
