@@ -244,10 +244,10 @@ def _print(meta: dict[str, Any], out: Path, devices: int | None) -> None:
     cut = "" if plain == full else f" ({plain:.3f} as the edges were placed)"
     console.print(f"{meta['method']}: replication factor {full:.3f}{cut}, {meta['edge_cut']:,} edges cut")
     console.print(_summary(meta, metrics.balance))
-    console.print(_next_step(meta, out, devices))
+    console.print(next_step(meta, out, devices))
 
 
-def _next_step(meta: dict[str, Any], out: Path, devices: int | None) -> str:
+def next_step(meta: dict[str, Any], out: Path, devices: int | None) -> str:
     """Say how to train on the parts."""
     num_parts = meta["num_parts"]
     if devices is None or num_parts <= devices:

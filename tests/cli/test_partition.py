@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pygdist.commands.partition import next_step
 from pygdist.native import load
 from tests.cli.commands import assert_mistake, files, pygdist, torchrun
 
@@ -259,3 +260,16 @@ def test_a_full_disk(edges: Path) -> None:
     assert outcome.returncode == 2, outcome.stderr
     assert "could not be written" in outcome.stderr.splitlines()[-1]
     assert not [name for name in files(edges) if name.startswith(("parts", "."))]
+
+
+@pytest.mark.parametrize(
+    ("placement", "devices", "words"),
+    [
+        ("nodes", None, "train on it with --data.store=parts --trainer.devices=8"),
+        ("nodes", 8, "train on it with --data.store=parts --trainer.devices=8"),
+        ("nodes", 4, "the graph needs 8 devices of this size .* partition it again with --placement=replicas"),
+        ("replicas", 4, "train the 8 parts on 4 devices .* --model.backend=replica --trainer.strategy=model_averaging"),
+    ],
+)
+def test_the_next_step_fits_parts_and_devices(placement: str, devices: int | None, words: str) -> None:
+    assert re.match(words, next_step({"num_parts": 8, "placement": placement}, Path("parts"), devices))

@@ -145,6 +145,7 @@ def test_a_model_of_endless_depth_is_refused(name: str) -> None:
         ("RANK", "2", {"WORLD_SIZE": "2"}),
         ("LOCAL_RANK", "9", {"LOCAL_WORLD_SIZE": "1"}),
         ("SLURM_PROCID", "4", {"SLURM_NTASKS": "4"}),
+        ("SLURM_NNODES", "2", {"SLURM_PROCID": "0"}),
     ],
 )
 def test_variables_of_launchers(name: str, value: str, others: dict[str, str]) -> None:
