@@ -328,7 +328,7 @@ LAYERS: dict[str, LayerCase] = {
     "EGConv-std": _case(
         pyg.EGConv,
         around=lambda width: pyg.EGConv(width, 6, ["std", "var", "min"], num_heads=3, add_self_loops=False),
-        note="loops of its own (add_self_loops) with symnorm among its aggregators alone",
+        note="adds self-loops only if symnorm is among its aggregators",
     ),
     "EdgeConv": _case(pyg.EdgeConv, make=lambda i, o: pyg.EdgeConv(_mlp(2 * i, o), aggr="max")),
     "FAConv": _case(pyg.FAConv, "x_0", make=lambda i, o: pyg.FAConv(i)),
@@ -357,7 +357,7 @@ LAYERS: dict[str, LayerCase] = {
     "HEATConv": _typed(pyg.HEATConv, lambda width: pyg.HEATConv(width, 3, 2, 2, 3, 4, 5, heads=2), _TYPE, _ATTR),
     "LEConv": _case(pyg.LEConv, _WEIGHT),
     "LabelPropagation": _case(
-        pyg.LabelPropagation, make=Smoothed, whole=True, note="runs after training, as CorrectAndSmooth does"
+        pyg.LabelPropagation, make=Smoothed, whole=True, note="is called after training; not with replica"
     ),
     "LGConv": _case(pyg.LGConv, _WEIGHT, around=lambda _: pyg.LGConv()),
     "MFConv": _case(pyg.MFConv, max_degree=4),
