@@ -316,7 +316,7 @@ LAYERS: dict[str, LayerCase] = {
     "ARMAConv": _case(pyg.ARMAConv, _WEIGHT, num_stacks=2, num_layers=2),
     "AntiSymmetricConv": _case(pyg.AntiSymmetricConv, around=pyg.AntiSymmetricConv),
     "CGConv": _case(pyg.CGConv, _ATTR, around=lambda width: pyg.CGConv(width, dim=4)),
-    "ChebConv": _case(pyg.ChebConv, _WEIGHT, K=3, note="degrees and the largest entry of the whole graph, exchanged"),
+    "ChebConv": _case(pyg.ChebConv, _WEIGHT, K=3, note="exchanges degrees and the largest entry of the Laplacian"),
     "ChebConv-learned": _case(pyg.ChebConv, _ATTR, make=LearnedCheb),
     "ChebConv-unnormalised": _case(pyg.ChebConv, K=2, normalization=None),
     "ChebConv-scaled": _case(pyg.ChebConv, make=lambda i, o: ScaledCheb(i, o, K=3, normalization="rw")),
