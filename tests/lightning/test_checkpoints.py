@@ -151,7 +151,7 @@ def test_ranks_that_do_not_share_a_file_are_told(pool: RankPool, tmp_path: Path)
     for said in pool.run(_of_each_rank, 2, str(tmp_path), False):
         assert "the ranks read different files under this name: either their machines do not share the" in said
     said, _ = pool.run(_of_each_rank, 2, str(tmp_path), True)
-    assert "none.ckpt: there is no such checkpoint (found by rank 1)" in said
+    assert "none.ckpt: there is no such checkpoint (found by rank 1 on " in said
 
 
 def _change(checkpoint: dict[str, Any], place: str, value: Any) -> None:
@@ -278,7 +278,7 @@ def _which(rank: int, world_size: int, folder: str, blind: int) -> str:
 def test_a_rank_that_does_not_see_the_file_is_named(pool: RankPool, tmp_path: Path) -> None:
     pool.run(_go_on, 2, str(tmp_path), 1)
     said, _ = pool.run(_which, 2, str(tmp_path), 1)
-    assert "there is no such checkpoint (found by rank 1)" in said
+    assert "there is no such checkpoint (found by rank 1 on " in said
     for said in pool.run(_which, 2, str(tmp_path), 0):
         assert re.search(r"ckpt: rank 1 would go on from it, but rank 0 has no checkpoint of this run; let", said)
 

@@ -220,5 +220,5 @@ def test_the_data_module_alone(tmp_path: Path) -> None:
     other = GraphDataModule(runs.graph(), num_parts=3, partitioner="hash", cache_dir=tmp_path)
     other.prepare_data()
     assert other.folder != first, "the key holds the partitioner"
-    with pytest.raises(InputError, match="has 3 parts, but the run has 1 ranks"):
+    with pytest.raises(InputError, match="has 3 parts, but the run has 1 rank;"):
         GraphDataModule(store=first).setup()
