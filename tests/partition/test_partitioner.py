@@ -76,9 +76,7 @@ def test_resolve_refuses(partitioner: Any, args: dict[str, Any], message: str) -
 
 
 def test_a_name_is_taken_once() -> None:
-    with pytest.raises(
-        ValueError, match="Other is called 'hash', a name that .*HashPartitioner has"
-    ):
+    with pytest.raises(ValueError, match=r"Other is called 'hash', a name that .*HashPartitioner has"):
         type("Other", (HashPartitioner,), {"name": "hash"})
 
 
