@@ -8,7 +8,7 @@ import pytest
 
 from pygdist.commands.verify import _report
 from pygdist.testing.exactness import Difference
-from tests.cli.commands import pygdist
+from tests.cli.commands import assert_mistake, pygdist
 
 VERIFY = ("verify", "--config=run.yaml", "--world-size=2")
 
@@ -77,3 +77,8 @@ def test_gat_on_cora(shared_data: Path, tmp_path: Path) -> None:
     )
     assert outcome.code == 0, outcome.err + outcome.out
     assert "3 processes against one (pyg)" in outcome.out
+
+
+def test_mini_batches_are_not_compared(folder: Path) -> None:
+    options = ("--model.backend=pull", "--data.batches=NeighborBatches")
+    assert_mistake(pygdist(*VERIFY, *options, folder=folder), "backend 'pull' trains on mini-batches; verify the model")
