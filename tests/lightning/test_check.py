@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch_geometric.nn import GCNConv
+from torch_geometric.nn import GCN, GCNConv
 
+from pygdist.backends import CommBackend
 from pygdist.errors import InputError
 from pygdist.lightning import GraphDataModule, NodeClassifier
 from pygdist.testing import RankPool
@@ -49,3 +50,24 @@ def test_fit_refuses_wrong_numbers_before_it_trains(check: bool, pool: RankPool,
     for said, unchanged in pool.run(_fit, 2, str(tmp_path), check):
         assert said.startswith("Centred would train other numbers with backend 'comm' on 2 ranks") == check
         assert unchanged == check
+
+
+class Doubled(CommBackend):
+    """Says that it is exact, and doubles the rows of other ranks."""
+
+    def halo_rows(self, x: Tensor, *, label: str) -> Tensor:
+        return 2 * super().halo_rows(x, label=label)
+
+
+def _fit_on_a_wrong_backend(rank: int, world_size: int, folder: str) -> str:
+    model = GCN(12, 8, num_layers=2, out_channels=4)
+    data = GraphDataModule(runs.graph(), partitioner="hash", cache_dir=Path(folder) / "cache")
+    with pytest.raises(InputError) as error:
+        runs.trainer(rank, world_size, folder).fit(NodeClassifier(model, Doubled()), datamodule=data)
+    return str(error.value)
+
+
+def test_a_backend_of_the_users_own_is_suspected_first(pool: RankPool, tmp_path: Path) -> None:
+    for said in pool.run(_fit_on_a_wrong_backend, 2, str(tmp_path)):
+        assert said.startswith("GCN would train other numbers with backend")
+        assert "Doubled may be wrong, or the model: test the backend by itself with pygdist.testing" in said
