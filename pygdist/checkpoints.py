@@ -33,11 +33,6 @@ TRAINING_PARTS = ("state_dict", "optimizer_states", "lr_schedulers", "loops")
 RUN_FACTS = "pygdist"
 
 
-def job_of_slurm() -> str | None:
-    """Return the number of the SLURM job that this process is of, if any; it stays when SLURM starts the job again."""
-    return os.environ.get("SLURM_JOB_ID")
-
-
 def write(checkpoint: Mapping[str, Any], path: str | Path) -> None:
     """Write a checkpoint beside its place, flush it to disk, and put it there; until then the previous one stays.
 

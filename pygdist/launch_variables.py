@@ -61,13 +61,12 @@ def check_launch(environment: Mapping[str, str]) -> None:
                 f"machine are {', '.join(interfaces)}; name one of these, or unset {_INTERFACES}",
                 of_one_rank=True,
             )
-    nodes, named = numbers.get("SLURM_NNODES", 1), {"SLURM_NODELIST", "MASTER_ADDR"} & environment.keys()
-    if (
-        "SLURM_PROCID" in environment and nodes > 1 and not named
-    ):  # Lightning would take this machine for that of rank 0
+    nodes, places = numbers.get("SLURM_NNODES", 1), {"SLURM_NODELIST", "MASTER_ADDR"} & environment.keys()
+    # Lightning would take this machine for that of rank 0
+    if "SLURM_PROCID" in environment and nodes > 1 and not places:
         raise InputError(
             f"the environment variable SLURM_NNODES is {nodes}, but SLURM_NODELIST, which names the machine of rank 0, "
-            "is not; start with srun, or set it",
+            "is not set; start with srun, or set it",
             of_one_rank=True,
         )
     for name, size in _OF.items():
@@ -77,3 +76,14 @@ def check_launch(environment: Mapping[str, str]) -> None:
                 f"from 0; start all ranks with torchrun or SLURM, or unset both variables",
                 of_one_rank=True,
             )
+
+
+def job_of_slurm() -> str | None:
+    """Return the number of the SLURM job that this process is of, if any; it stays when SLURM starts the job again."""
+    return os.environ.get("SLURM_JOB_ID")
+
+
+def count(name: str) -> int:
+    """Return the number in an environment variable that counts starts; 0 if there is none."""
+    value = os.environ.get(name, "0")
+    return int(value) if value.isdigit() else 0

@@ -236,8 +236,8 @@ class Communicator(Transport):
         for rank, text in enumerate(self.gather_text(error or "")):
             if text:
                 host = self.gather_text(socket.gethostname())[rank]
-                found = text if rank == self.rank or text == error else f"{text} (found by rank {rank} on {host})"
-                raise InputError(found)
+                here = rank == self.rank or text == error  # a long text arrives cut
+                raise InputError(text if here else f"{text} (found by rank {rank} on {host})")
 
     def compare_calls(self) -> None:
         """Compare the calls that ranks have made so far, which costs one exchange. Every rank calls it.

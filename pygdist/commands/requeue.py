@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,8 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from typing_extensions import override
 
 from pygdist import checkpoints
-from pygdist.checkpoints import RUN_FACTS, job_of_slurm
+from pygdist.checkpoints import RUN_FACTS
+from pygdist.launch_variables import count, job_of_slurm
 from pygdist.lightning.stopping import folder_of_checkpoints
 
 
@@ -36,10 +36,10 @@ class OfThisJob(_CheckpointConnector):
     @override
     def _hpc_resume_path(self) -> str | None:
         path, job = super()._hpc_resume_path, job_of_slurm()
-        if path is None or job is None or not self._resumes or os.environ.get("SLURM_RESTART_COUNT", "0") == "0":
+        if path is None or job is None or not self._resumes or not count("SLURM_RESTART_COUNT"):
             return None
-        facts = checkpoints.read(Path(path)).get(RUN_FACTS, {})
-        return path if facts.get("job") == job else None
+        facts = checkpoints.read(Path(path)).get(RUN_FACTS)
+        return path if isinstance(facts, dict) and facts.get("job") == job else None
 
     @override
     def hpc_save_path(self, folderpath: Any) -> str:  # type: ignore[override]  # Lightning's is static

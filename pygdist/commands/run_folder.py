@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from pygdist import checkpoints
 from pygdist.bounded_yaml import read_yaml
 from pygdist.errors import InputError
+from pygdist.launch_variables import count, job_of_slurm
 from pygdist.lightning.meeting import agent
 from pygdist.lightning.resume import newest_checkpoint
 from pygdist.lightning.stopping import ON_SIGNAL
@@ -111,13 +112,13 @@ def _is_of_this_job(folder: Path) -> bool:
         noted = (folder / _MARK).read_text().splitlines()
     except OSError:
         return False
-    again = {"SLURM": _count("SLURM_RESTART_COUNT") > 0, "Kubernetes": _container() not in noted}
+    again = {"SLURM": count("SLURM_RESTART_COUNT") > 0, "Kubernetes": _container() not in noted}
     return any(job in noted and again.get(job.split()[0], True) for job in _jobs())
 
 
 def _jobs() -> list[str]:
     """Return the names of this job, which stay if it is started again."""
-    jobs, torchrun, slurm = list[str](), os.environ.get("TORCHELASTIC_RUN_ID"), os.environ.get("SLURM_JOB_ID")
+    jobs, torchrun, slurm = list[str](), os.environ.get("TORCHELASTIC_RUN_ID"), job_of_slurm()
     if torchrun is not None:
         # without --rdzv-id all jobs are called "none", and only the agent that started this process tells one of them
         jobs.append(f"torchrun {agent() if torchrun == 'none' else torchrun}")
@@ -148,12 +149,7 @@ def _container() -> str:
 
 
 def _restarts() -> int:
-    return max(_count("TORCHELASTIC_RESTART_COUNT"), _count("SLURM_RESTART_COUNT"))
-
-
-def _count(name: str) -> int:
-    value = os.environ.get(name, "0")
-    return int(value) if value.isdigit() else 0
+    return max(count("TORCHELASTIC_RESTART_COUNT"), count("SLURM_RESTART_COUNT"))
 
 
 def _versions(root: Path) -> list[tuple[int, Path]]:

@@ -17,7 +17,7 @@ from torchmetrics import MeanMetric, Metric
 from typing_extensions import override
 
 from pygdist.backends import Backend, Savings, resolve_backend
-from pygdist.checkpoints import RUN_FACTS, job_of_slurm
+from pygdist.checkpoints import RUN_FACTS
 from pygdist.comm import Communicator
 from pygdist.comm.alike import require_alike
 from pygdist.errors import InputError
@@ -25,6 +25,7 @@ from pygdist.graph import Shard
 from pygdist.graph.store.structure import check_values
 from pygdist.hops.arguments import tensors_of
 from pygdist.hops.layer import own_class
+from pygdist.launch_variables import job_of_slurm
 from pygdist.lightning import backend_states
 from pygdist.lightning.checks import (
     LARGEST_RATE,

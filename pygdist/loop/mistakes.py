@@ -29,9 +29,7 @@ def tell_in_one_line(communicator: Communicator | None) -> Hook:
             before(kind, error, trace)
             return
         if is_first_rank() or error.of_one_rank:
-            (sys.__stderr__ or sys.stderr).write(
-                f"pygdist: error: {error}\n"
-            )  # torch's own hook, around this one, holds it back
+            sys.stderr.write(f"pygdist: error: {error}\n")
         if communicator is not None:
             communicator.close(failed=error.of_one_rank)
         signals.exit_now(2)

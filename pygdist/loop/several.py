@@ -73,23 +73,27 @@ def open_graph(
         >>> model = graph.distribute(GCN(graph.num_features, 64, num_layers=2, out_channels=graph.num_classes))
         >>> loss = graph.mean_loss(F.cross_entropy, model(graph.x, graph.edge_index), graph.y, graph.train_mask)
     """
-    tell_in_one_line(None)
-    runs = resolve_backend(backend)
-    if runs.abilities.trains_parts or runs.abilities.mini_batches:
-        whole = names_of(lambda one: not (one.trains_parts or one.mini_batches))
-        raise InputError(f"open_graph: backend '{runs.name}' does not train on the whole graph; use {whole}")
-    check_alone()
-    joined = join()
-    place = own_device() if device is None else torch.device(device)
-    communicator = _communicator(place)
-    require_alike({**options_of_backend(runs), "float_labels": float_labels}, communicator)
-    folder = _shared_folder(
-        lambda: _folder(data, runs, partitioner, Path(cache_dir).expanduser(), communicator, float_labels), communicator
-    )
-    shard, meta = _opened(folder, communicator, place)
-    agree_on_parts(meta["parts"], communicator)
-    runs.bind(shard, communicator)
-    return OpenGraph(shard, runs, communicator, joined=joined, left_out=meta.get("left_out", ()))
+    try:
+        runs = resolve_backend(backend)
+        if runs.abilities.trains_parts or runs.abilities.mini_batches:
+            whole = names_of(lambda one: not (one.trains_parts or one.mini_batches))
+            raise InputError(f"open_graph: backend '{runs.name}' does not train on the whole graph; use {whole}")
+        check_alone()
+        joined = join()
+        place = own_device() if device is None else torch.device(device)
+        communicator = _communicator(place)
+        require_alike({**options_of_backend(runs), "float_labels": float_labels}, communicator)
+        folder = _shared_folder(
+            lambda: _folder(data, runs, partitioner, Path(cache_dir).expanduser(), communicator, float_labels),
+            communicator,
+        )
+        shard, meta = _opened(folder, communicator, place)
+        agree_on_parts(meta["parts"], communicator)
+        runs.bind(shard, communicator)
+        return OpenGraph(shard, runs, communicator, joined=joined, left_out=meta.get("left_out", ()))
+    except InputError:
+        tell_in_one_line(None)
+        raise
 
 
 class OpenGraph:
