@@ -100,7 +100,9 @@ class SummedGradients:
         if not bool(ranks.isfinite().any()):
             return
         eps = max(torch.finfo(one.dtype).eps for one in real)
-        apart = (ranks - ranks[0]).abs().amax(dim=1) / ranks[0, 2].clamp(min=torch.finfo(torch.float64).tiny)
+        alike = (ranks == ranks[0]) | (ranks.isnan() & ranks[0].isnan())  # infinities, too
+        apart = torch.where(alike, 0.0, (ranks - ranks[0]).abs()).amax(dim=1)
+        apart /= ranks[0, 2].clamp(min=torch.finfo(torch.float64).tiny)
         apart[0] = 0.0
         rank = int(apart.nan_to_num(torch.inf).argmax())
         if not float(apart[rank]) <= _ROUNDINGS * eps * self._passes**0.5:

@@ -28,7 +28,8 @@ def tell_in_one_line(communicator: Communicator | None) -> Hook:
         if not isinstance(error, InputError) or hasattr(sys, "ps1"):
             before(kind, error, trace)
             return
-        if is_first_rank() or error.of_one_rank:
+        first = is_first_rank() if communicator is None else communicator.rank == 0
+        if first or error.of_one_rank:
             sys.stderr.write(f"pygdist: error: {error}\n")
         if communicator is not None:
             communicator.close(failed=error.of_one_rank)

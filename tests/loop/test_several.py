@@ -320,6 +320,9 @@ def _at_other_rates(rank: int, num_ranks: int, folder: str, kind: str, change: i
     for step in range(10):
         if step == change and rank == num_ranks - 1:
             optimizer.param_groups[0]["lr"] = 0.0101 if kind == "rate" else torch.nan
+        if step == change and kind == "infinite":
+            with torch.no_grad():
+                next(model.parameters())[1] = torch.inf  # not in the sum of every other one
         if step == change and kind == "diverged":
             optimizer.param_groups[0]["lr"] = torch.nan
         optimizer.zero_grad()
@@ -340,6 +343,7 @@ def _at_other_rates(rank: int, num_ranks: int, folder: str, kind: str, change: i
         ("rate", 4, "7 backward passes"),
         ("nan", 0, "the first backward pass"),
         ("diverged", 0, ""),
+        ("infinite", 1, ""),
         ("rate", 99, ""),
     ],
 )
