@@ -197,7 +197,9 @@ def _load(command: str) -> Callable[[str, list[str]], int]:
         hint = did_you_mean(command, _COMMANDS) or "."
         raise InputError(f"unknown command '{command}'{hint} The commands are {', '.join(_COMMANDS)}")
     if _COMMANDS[command] in ("train", "verify"):  # these import Lightning
-        importlib.import_module("pygdist.launch_variables").check_launch(os.environ)
+        variables = importlib.import_module("pygdist.launch_variables")
+        variables.check_launch(os.environ)
+        variables.check_libraries(os.environ)
     try:
         run: Callable[[str, list[str]], int] = importlib.import_module(f"pygdist.commands.{_COMMANDS[command]}").run
     except (ValueError, RuntimeError) as error:  # torch refuses variables of the environment so

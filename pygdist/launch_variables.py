@@ -1,6 +1,7 @@
 """Checks of the environment variables by which torchrun, SLURM or a user tells a process its rank.
 
-Lightning reads them while it is imported, and fails on one that is no number.
+Lightning reads them while it is imported, and fails on one that is no number. Other libraries fail on variables of
+their own.
 """
 
 from __future__ import annotations
@@ -24,8 +25,6 @@ _OF = {"RANK": "WORLD_SIZE", "LOCAL_RANK": "LOCAL_WORLD_SIZE", "SLURM_PROCID": "
 def check_launch(environment: Mapping[str, str]) -> None:
     """Refuse a rank, a number of ranks or a port that is no number or out of range, and an interface that is none.
 
-    Also switches and folders that libraries fail on while they are imported.
-
     Raises:
         InputError: Names the variable.
     """
@@ -42,17 +41,6 @@ def check_launch(environment: Mapping[str, str]) -> None:
                     of_one_rank=True,  # which rank is the first is not known
                 )
             numbers[name] = int(text)
-    for name in _SWITCHES:
-        if environment.get(name, "").lower() not in ("", "true", "false"):
-            raise InputError(f"the environment variable {name} is {environment[name][:40]!r}, expected true or false")
-    for name in filter(environment.get, _FOLDERS):
-        try:
-            os.makedirs(environment[name], exist_ok=True)
-        except OSError as error:
-            raise InputError(
-                f"the environment variable {name} names {environment[name][:200]}: {error.strerror}; name a folder "
-                f"that can be written to, or unset {name}"
-            ) from error
     interfaces = [name for _, name in socket.if_nameindex()]
     for interface in filter(None, environment.get(_INTERFACES, "").split(",")):
         if interface not in interfaces:
@@ -76,6 +64,25 @@ def check_launch(environment: Mapping[str, str]) -> None:
                 f"from 0; start all ranks with torchrun or SLURM, or unset both variables",
                 of_one_rank=True,
             )
+
+
+def check_libraries(environment: Mapping[str, str]) -> None:
+    """Refuse switches and folders on which libraries of the command line fail while they are imported.
+
+    Raises:
+        InputError: Names the variable.
+    """
+    for name in _SWITCHES:
+        if environment.get(name, "").lower() not in ("", "true", "false"):
+            raise InputError(f"the environment variable {name} is {environment[name][:40]!r}, expected true or false")
+    for name in filter(environment.get, _FOLDERS):
+        try:
+            os.makedirs(environment[name], exist_ok=True)
+        except OSError as error:
+            raise InputError(
+                f"the environment variable {name} names {environment[name][:200]}: {error.strerror}; name a folder "
+                f"that can be written to, or unset {name}"
+            ) from error
 
 
 def job_of_slurm() -> str | None:

@@ -132,6 +132,12 @@ class Report:
             return f", and has left {self.place.stage or 'its work'} ({first_line(self.left)})"
         return f" at {self.line}" if self.line else ""
 
+    def lost(self, rank: int, silent: str = "") -> str:
+        """Say in one clause that a rank is lost, and on which host, if not on this one."""
+        host = self.process[0].partition(" ")[0]
+        on = f"on {host}, " if host not in ("", machine().partition(" ")[0]) else ""
+        return f"rank {rank} is lost ({on}{silent}last seen in {self.text})"
+
     def described(self, rank: int) -> str:
         """Say in one clause where a rank is and what it waits in."""
         at = f" at {self.line}" if self.line else ""

@@ -271,7 +271,7 @@ class Watchdog:
             elif report.left is not None and report.left != LOST_A_NEIGHBOUR:
                 left.append(f"rank {rank} left: {first_line(report.left)}")
             elif report.left is None and report.beats == before[rank].beats and self._does_nothing(rank, report):
-                lost.append(f"rank {rank} is lost (last seen in {report.text})")
+                lost.append(report.lost(rank))
             elif report.left is None and report.place.exchange < self.place.exchange:
                 late.append(f"rank {rank} is late, at {report.text}")
             others.append(report.described(rank))
@@ -393,7 +393,7 @@ class Watchdog:
             elif rank == self.rank or not report.beats or report.left is not None:
                 continue
             elif now - since > self.lost_after_s * self._patience(report):
-                lost.append(f"rank {rank} is lost (silent for {now - since:.0f} s, last seen in {report.text})")
+                lost.append(report.lost(rank, f"silent for {now - since:.0f} s, "))
         return lost
 
     def _patience(self, report: Report) -> int:

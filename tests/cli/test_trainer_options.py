@@ -16,7 +16,7 @@ from pygdist.cli import main
 from pygdist.commands.messages import check_value, described, refused_by, shorten
 from pygdist.commands.trainer_options import accelerator_of, check_settings, check_trainer
 from pygdist.errors import InputError
-from pygdist.launch_variables import check_launch
+from pygdist.launch_variables import check_launch, check_libraries
 from pygdist.lightning import GraphDataModule, GraphDDPStrategy
 from pygdist.lightning.checks import left_unused
 
@@ -139,8 +139,6 @@ def test_a_model_of_endless_depth_is_refused(name: str) -> None:
         *((name, value, {}) for name in ("LOCAL_RANK", "SLURM_NTASKS", "NODE_RANK") for value in ("9" * 99, "\u0663")),
         ("WORLD_SIZE", "0", {}),
         ("GLOO_SOCKET_IFNAME", "nosuch", {}),
-        ("JSONARGPARSE_DEBUG", "1", {}),
-        ("TORCHINDUCTOR_CACHE_DIR", "/proc/nosuch", {}),
         ("MASTER_PORT", "65536", {}),
         ("RANK", "2", {"WORLD_SIZE": "2"}),
         ("LOCAL_RANK", "9", {"LOCAL_WORLD_SIZE": "1"}),
@@ -160,6 +158,14 @@ def test_variables_of_launchers(name: str, value: str, others: dict[str, str]) -
     )
     with pytest.raises(InputError, match=rf"^the environment variable {name} (is|names)"):
         check_launch({name: value, **others})
+
+
+@pytest.mark.parametrize(("name", "value"), [("JSONARGPARSE_DEBUG", "1"), ("TORCHINDUCTOR_CACHE_DIR", "/proc/nosuch")])
+def test_variables_of_libraries_of_the_command_line(name: str, value: str) -> None:
+    check_libraries({"JSONARGPARSE_DEBUG": "true"})
+    with pytest.raises(InputError, match=rf"^the environment variable {name} (is|names)"):
+        check_libraries({name: value})
+    check_launch({name: value})  # loops of one's own read neither
 
 
 def test_values_out_of_bounds_are_refused_by_the_name_of_their_option() -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from pygdist.comm.connections import Connections
-from pygdist.comm.places import Place, Report, Thread, deadlock
+from pygdist.comm.places import Place, Report, Thread, deadlock, machine
 from pygdist.testing import RankPool
 
 WAITS = Report(beats=9, place=Place(exchange=7, label="rows", waiting=True), idle_s=20.0, made=((6, 1), (7, 2)))
@@ -58,6 +58,13 @@ def test_a_report_travels_as_text_and_garbage_is_none() -> None:
         WAITS.encoded().replace("20.0", '"x"').encode(),
     ):
         assert Report.decoded(garbage) == Report()
+
+
+def test_a_lost_rank_is_told_with_its_host() -> None:
+    seen = f"last seen in {WAITS.place})"
+    assert replace(WAITS, process=("node7 pid:[4026531836]", 5)).lost(1) == f"rank 1 is lost (on node7, {seen}"
+    assert replace(WAITS, process=(machine(), 5)).lost(1, "silent, ") == f"rank 1 is lost (silent, {seen}"
+    assert WAITS.lost(1) == f"rank 1 is lost ({seen}"  # it has not told its host
 
 
 def test_a_thread_that_computes_does_not_wait() -> None:
