@@ -15,7 +15,12 @@ from unittest import mock
 
 import pytest
 import torch
-from lightning.pytorch.plugins.environments import ClusterEnvironment, SLURMEnvironment, TorchElasticEnvironment
+from lightning.pytorch.plugins.environments import (
+    ClusterEnvironment,
+    LightningEnvironment,
+    SLURMEnvironment,
+    TorchElasticEnvironment,
+)
 
 from pygdist.errors import InputError
 from pygdist.lightning.launcher import GraphLauncher, ProcessLauncher
@@ -295,3 +300,21 @@ def test_other_numbers_of_processes_are_refused(
     launcher = GraphLauncher(environment, num_processes=2, num_nodes=1)
     with mock.patch.dict(os.environ, variables), pytest.raises(InputError, match=words):
         launcher.launch(print)
+
+
+@pytest.mark.parametrize(("num_nodes", "node_rank", "told"), [(2, None, True), (2, "0", False), (1, None, False)])
+def test_machines_that_nobody_has_started_are_told_how(
+    num_nodes: int,
+    node_rank: str | None,
+    told: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name in ("NODE_RANK", "GROUP_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    if node_rank is not None:
+        monkeypatch.setenv("NODE_RANK", node_rank)
+    launcher = GraphLauncher(LightningEnvironment(), num_processes=1, num_nodes=num_nodes)
+    with caplog.at_level("INFO", logger="pygdist"):
+        assert launcher.launch(lambda: "ran") == "ran"
+    assert ("num_nodes=2, but neither torchrun nor SLURM has started this process" in caplog.text) == told

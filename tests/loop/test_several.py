@@ -9,6 +9,7 @@ import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -274,6 +275,19 @@ def test_parts_of_different_partitions_are_refused(differs: str, pool: RankPool,
         write_store(data, owner.numpy(), folder, num_parts=2, method="mine", arguments={}, notes=notes)
     for said in pool.run(_of_other_partitions, 2, str(tmp_path)):
         assert "the ranks have parts of different partitions, labels or splits" in said
+
+
+def _of_two_machines(rank: int, num_ranks: int, folder: str) -> tuple[str, float]:
+    with mock.patch.dict(os.environ, LOCAL_RANK=str(rank % 2)):
+        graph = open_graph(_graph, cache_dir=f"{folder}/machine-{rank // 2}")
+    return str(graph._shard.folder), graph.mean(torch.ones(len(graph.x)))
+
+
+def test_each_machine_partitions_into_a_folder_of_its_own(pool: RankPool, tmp_path: Path) -> None:
+    opened = pool.run(_of_two_machines, 4, str(tmp_path))
+    for rank, (folder, mean) in enumerate(opened):
+        assert folder.startswith(f"{tmp_path}/machine-{rank // 2}/")
+        assert mean == 1.0
 
 
 def _refused(rank: int, num_ranks: int, folder: str) -> list[str]:
