@@ -55,8 +55,8 @@ class DelayedBackend(Backend):
     Args:
         delay: Training passes between posting a sum and using it (*r* of cd-r); 0 exchanges at once (cd-0), ``"never"``
             leaves out what other parts contribute (0c).
-        keep: With a delay, rows use what arrived until more arrives, not in the pass in which it arrives alone. Safe
-            where most of a sum is local.
+        keep: With a delay, a row uses what arrived in every pass until more arrives; otherwise only in the pass in
+            which it arrives. Safe where most of a sum is local.
         gradients: ``"local"`` keeps gradients in their part, ``"stale"`` sends them as sums, with the same delay: twice
             the bytes. The loss must then keep its scale: a scaler of the trainer's is refused, but a ``GradScaler`` of
             your own is noticed by nobody.

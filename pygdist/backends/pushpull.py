@@ -76,11 +76,11 @@ class PushPullBackend(SampledBackend):
             ``topology_parts`` first.
         feature_parts: Ranks that hold all columns of the features between them; with 1 no batch leaves its rank.
         topology_parts: Ranks that hold all in-edges between them; with 1 each rank samples alone, and pushes no edges.
-        first_weights: With ``gathered`` DDP sums the gradients of the first layer's weights, of which each rank has its
-            columns: optimisers, clipping and callbacks see the plain model. With ``sharded``, as in the paper, each
-            rank trains its columns alone; the model is put together where it is evaluated or saved, and at the end of
-            an epoch. Only optimisers that update each element independently fit that, and all ranks must be one group
-            for features.
+        first_weights: With ``gathered``, each rank computes gradients for its columns of the first layer's weights, and
+            DDP puts them together: optimisers, clipping and callbacks see the plain model. With ``sharded``, as in the
+            paper, each rank trains its columns alone; the model is put together where it is evaluated or saved, and at
+            the end of an epoch. ``sharded`` needs an optimiser that updates each element independently, and all ranks
+            in one group for features.
 
     Raises:
         InputError: If a number is out of range.

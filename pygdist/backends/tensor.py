@@ -94,15 +94,15 @@ class TensorBackend(Backend):
             chunk are there; the others wait in the host's memory or, where the device is the host, in files beside the
             partitioned graph. No limit by default on the host; on a GPU half of what is free, shared by the ranks that
             have it, if edges and slices of the widest rows need more.
-            It bounds sums and means by weights without gradient, and all other hops (attention, maxima, messages of a
-            layer's own), whose chunks are computed once more in the backward pass; what such messages take is an
-            estimate. Layers with hooks on their hops are refused there (elsewhere hooks see this rank's columns), and
-            where several chunks are needed those whose messages depend on the edges into other nodes. What a rank has
-            of its own rows and edges is not counted: its part of the graph, weights that it computes for its own edges,
-            and for those of ``GATv2Conv`` and ``TransformerConv`` the rows of their sources.
-        device: Where hops are computed, for example ``cuda`` while the model runs on the host, within half of its free
-            memory unless ``memory_gib`` says how much; where the model is by default. Layers that compute messages of
-            their own are refused, as their parameters are where the model is.
+            The limit holds for all hops. Attention, maxima, and messages of a layer's own compute their chunks once
+            more in the backward pass; the memory of such messages is an estimate. With a limit, layers with hooks on
+            their hops are refused (without one, hooks see this rank's columns). If several chunks are needed, layers
+            whose messages depend on the edges into other nodes are refused, too. Not counted are a rank's part of the
+            graph, the attention weights of its own edges and, with ``GATv2Conv`` and ``TransformerConv``, the rows of
+            the sources of these edges.
+        device: Device that computes hops, for example ``cuda`` while the model runs on the host; by default that of the
+            model. Hops take at most half of its free memory, unless ``memory_gib`` sets a limit. Layers that compute
+            messages of their own are refused, as their parameters are where the model is.
     """
 
     name = "tensor"

@@ -42,8 +42,8 @@ class Graph:
         columns: With --input, the columns of text or Parquet, such as source=from,target=to,weight=w,attributes=a+b;
             columns without names are numbered from 1. By default those of usual names, such as src, dst and weight.
             weight= reads no weights.
-        string_ids: With --input, ids are names; the names are kept in ids.txt. By default they are if most in the first
-            lines are no numbers.
+        string_ids: With --input, ids are names; the names are kept in ids.txt. By default ids are names if most ids in
+            the first lines are not numbers.
         names: With --input, a text file with the name of each node, a line each, in the order of the rows of features.
         first_id: With --input, the id of the first node, 0 or 1. By default 1 in MatrixMarket and KONECT files, 0 in
             others.

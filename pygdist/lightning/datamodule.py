@@ -60,7 +60,7 @@ class GraphDataModule(OfLightning, pl.LightningDataModule):
             package, a folder of ``.npy`` arrays; or a PyG ``Data``.
         dataset_args: Arguments of the dataset class or generator, such as ``{root: data, name: Cora}``.
         partitioner: Decides which rank owns which node, or edge: a name (``chunk``, ``hash``, ``metis``), a class path,
-            or an instance. By default ``chunk``, or ``libra`` for backends that cut edges (``delayed``).
+            or an instance. By default ``chunk``; ``libra`` for ``delayed``, ``hash`` for ``pushpull``.
         partitioner_args: Arguments of the partitioner when it is given by name.
         num_parts: Number of parts; by default the number of ranks, or of parts in the ``store``. It may be larger if
             the model's backend trains each part by itself (``replica``): parts are dealt to the ranks in turn, and a

@@ -90,7 +90,7 @@ class LinkPredictor(GraphModule):
         weight_decay: Weight decay of Adam.
         train_share: The share of the edges that an epoch trains on; each epoch draws other edges.
         hits_at: K of Hits@K.
-        seed: Seed of the pairs.
+        seed: Seed of the edges that an epoch trains on, and of the pairs without an edge.
         savings: Shortcuts to take, and the memory for them.
         check, detect_nan: As in :class:`~pygdist.lightning.GraphModule`.
 

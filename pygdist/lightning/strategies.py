@@ -72,9 +72,9 @@ class GraphDDPStrategy(OfLightning, DDPStrategy):
     Args:
         timeout_s: Seconds after which an exchange, or any other collective, gives up.
         warn_after_s: Seconds in one exchange after which the log names the ranks that are late.
-        lost_after_s: Seconds without a heartbeat, from the start of the run on, after which a rank counts as lost, and
-            within which ranks that wait for each other in different calls are found. The ranks then fail with an error
-            that tells where each is, or exit, if they wait in a call that no error reaches.
+        lost_after_s: A rank counts as lost after so many seconds without a heartbeat, from the start of the run on.
+            Ranks that wait for each other in different calls are found within this time, too. The ranks then fail with
+            an error that tells where each is, or exit, if they wait in a call that no error reaches.
         checkpoint_on_signal: After SIGTERM, which Kubernetes and others send before they kill, save ``on_signal.ckpt``
             at the next step, beside the other checkpoints, and then end. Ranks end without it if no step begins within
             12 s, as in a long validation. Without this option they end at once.

@@ -29,7 +29,7 @@ class HDRFPartitioner(BalancedEdgePartitioner):
     Args:
         seed: Seed of the draw of each node's owner.
         balance: Most edges of a part relative to the mean; at least 1.
-        balance_weight: Weight :math:`\lambda` of the room relative to the replicas.
+        balance_weight: Weight :math:`\lambda` of a part's room, relative to the nodes that it holds already.
     """
 
     balance_weight: float = 1.1

@@ -27,7 +27,7 @@ class DelayOptions:
 
     Attributes:
         delay: Training passes between posting a sum and using it (*r*); 0 exchanges at once, ``"never"`` not at all.
-        keep: A row uses what arrived until more arrives, instead of in the pass in which it arrives alone.
+        keep: A row uses what arrived until more arrives; otherwise only in the pass in which it arrives.
         gradients: ``"local"``: a row's gradient stays in its part (Sec. 5.3). ``"stale"``: gradients travel as sums do.
         warm_up: Pass 0 sums over the edges here (``"local"``), or exchanges all at once (``"exact"``).
 

@@ -52,8 +52,8 @@ class GraphFiles(EdgeOptions):
         columns: Columns of text or Parquet: ``source=NAME,target=NAME,weight=NAME,attributes=NAME+NAME``, or a mapping
             of the same keys. Columns without names are numbered from 1. Usual names of sources, targets and weights are
             found by themselves; ``weight=`` leaves weights out. Attributes stay integers if all are.
-        string_ids: Ids are names. By default they are if most in the first lines are no numbers. Nodes are numbered in
-            the order in which their names come, and the names are stored.
+        string_ids: Ids are names. By default they are if most ids in the first lines are not numbers. Nodes are
+            numbered in the order in which their names come, and the names are stored.
         names: Text file with the name of each node, a line each: line i + 1 belongs to row i of features and labels.
         first_id: Id of the first node, 0 or 1. By default 1 in MatrixMarket and KONECT files, 0 in all others.
         features: ``.npy`` of shape ``(N, F)``: row i belongs to id i.
