@@ -53,8 +53,8 @@ class Abilities:
         evaluates: Also validates, tests and predicts. If not, the model is evaluated on the whole graph instead, with
             rows fetched from their owners, unless the user switches that off.
         mixes_columns: Runs layers whose message or aggregation mixes the columns of a row.
-        reruns_layers: Runs layers that are called outside a forward pass of the model, and any of them again in the
-            backward pass (activation checkpointing).
+        reruns_layers: Runs layers that are called outside a forward pass of the model, and in the backward pass any
+            layer again (activation checkpointing), also one that the forward pass calls several times.
         stateful: A checkpoint must hold :meth:`Backend.state_dict`.
         lag: An epoch has so many steps more than batches, and something is on its way between two of its steps.
         late_gradients: Adds gradients of earlier passes, so the loss must keep its scale.
@@ -149,12 +149,12 @@ class Backend(ABC):
 
     @property
     def shard(self) -> Shard:
-        """The rank's shard; an error that says what to do before :meth:`bind`."""
+        """The rank's shard. Before :meth:`bind` it raises an error that says what to do."""
         return self._bound(self._shard)
 
     @property
     def communicator(self) -> Communicator:
-        """The rank's communicator; an error that says what to do before :meth:`bind`."""
+        """The rank's communicator. Before :meth:`bind` it raises an error that says what to do."""
         return self._bound(self._communicator)
 
     def _bound(self, value: T | None) -> T:
@@ -359,7 +359,9 @@ class Backend(ABC):
         return False
 
     def sums_of_parts(self, x: Tensor) -> Tensor:
-        """Sum the rows that a node has in several parts, for all of these; differentiable. Every rank calls it.
+        """Add up the rows that a node has in several parts, and give each of these rows the sum. Every rank calls it.
+
+        Differentiable.
 
         Needed where nodes are split; other backends return ``x``.
         """
@@ -371,7 +373,7 @@ class Backend(ABC):
         return True
 
     def functions(self) -> Mapping[Any, Callable[..., Any]]:
-        """PyG's functions that layers call by name and this backend computes in another way: by function, its own."""
+        """Functions of PyG that this backend replaces: a mapping from PyG's function to the backend's own."""
         return {}
 
     @property
@@ -381,7 +383,7 @@ class Backend(ABC):
 
     @property
     def drops_alike(self) -> bool:
-        """True if all ranks drop the same weights of ``GATConv``'s edges, where only the sum reads them."""
+        """True if all ranks drop the same attention weights of ``GATConv``, in hops where only the sum reads them."""
         return False
 
     def max_over_ranks(self, value: Number) -> Number:
@@ -389,7 +391,7 @@ class Backend(ABC):
         return type(value)(self.over_ranks([float(value)]).max())
 
     def note(self, text: str) -> None:
-        """Note something that must be equal on all ranks, without an exchange: the next one of numbers compares it."""
+        """Note something that must be equal on all ranks. Nothing is sent: the next exchange of numbers compares it."""
         self.communicator.note(text)
 
     def move(self, at: str) -> None:
@@ -535,7 +537,8 @@ def resolve_backend(backend: str | Backend, **arguments: Any) -> Backend:
     """A backend from its registered name, its class path in any package, or itself.
 
     Raises:
-        InputError: If the name is unknown; the message lists the known ones. If a class does not make its base.
+        InputError: If the name is unknown; the message lists the known ones. If a class does not call
+            ``super().__init__()``.
     """
     resolved: Backend = backends.resolve(backend, Backend, **arguments)  # type: ignore[type-abstract]
     if "_token" not in vars(resolved):

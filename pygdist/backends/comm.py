@@ -28,7 +28,6 @@ class CommBackend(FetchingBackend):
         overlap: Aggregate rows that are here while others travel.
         wire_dtype: ``"bfloat16"`` halves the bytes of rows and gradients; the backend is then no longer exact.
         halo_gib: Limit, in GiB, of the memory that other ranks' rows take at a time on each rank; no limit by default.
-            :class:`~pygdist.backends.fetching.fetcher.FetchOptions` says more of all four.
     """
 
     name = "comm"

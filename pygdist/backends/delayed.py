@@ -55,11 +55,12 @@ class DelayedBackend(Backend):
     Args:
         delay: Training passes between posting a sum and using it (*r* of cd-r); 0 exchanges at once (cd-0), ``"never"``
             leaves out what other parts contribute (0c).
-        keep: With a delay, a row uses what arrived in every pass until more arrives; otherwise only in the pass in
-            which it arrives. Safe where most of a sum is local.
-        gradients: ``"local"`` keeps gradients in their part, ``"stale"`` sends them as sums, with the same delay: twice
-            the bytes. The loss must then keep its scale: a scaler of the trainer's is refused, but a ``GradScaler`` of
-            your own is noticed by nobody.
+        keep: With a delay, a row uses the last sum that arrived, in every pass until a newer one arrives. By default it
+            uses a sum only in the pass in which the sum arrives. Loses accuracy where most of a sum comes from other
+            parts.
+        gradients: ``"local"`` keeps gradients in their part, ``"stale"`` also sends them to other parts, as late as
+            sums: twice the bytes. The loss must then keep its scale: a scaler of the trainer's is refused, but a
+            ``GradScaler`` of your own is noticed by nobody.
         warm_up: The first pass sums what is here (``"local"``), or exchanges at once (``"exact"``).
         wire_dtype: ``"bfloat16"`` halves the bytes of sums and gradients (Sec. 7); the backend is then no longer exact.
 

@@ -39,24 +39,25 @@ class HybridBackend(RecomputingBackend):
     """Compute some remote rows and fetch the others (NeutronStar, SIGMOD 2022, Sec. 3, Algorithm 4).
 
     With neither ``cache_ratio`` nor ``costs``, the first forward pass measures costs: those of the model's hops on some
-    of the rank's rows and edges, and those of rows on the network. Five choices are compared: the greedy one by these
-    costs, by half and by twice the cost of fetching, all rows fetched (``comm``), and all rows computed (``cache``).
-    The one with the shortest expected epoch is taken, and kept beside the partitioned graph in ``plans``: a later run
-    with the same model, device and ranks takes it from there, if the network is about as fast as it was.
+    of the rank's rows and edges, and those of rows on the network. Five choices are compared: three greedy ones (with
+    the measured cost of fetching, half of it, and twice it), all rows fetched (``comm``), and all rows computed
+    (``cache``; not with ``memory_gib``). The one with the shortest expected epoch is taken, and kept beside the
+    partitioned graph in ``plans``: a later run with the same model, device and ranks takes it from there, if the
+    network is about as fast as it was.
 
     Args:
         cache_ratio: Compute this share of the remote rows that each hop reads, those that are cheapest to compute; 0 is
-            ``comm``, 1 is ``cache``. Rows with very many edges below them count as equally expensive.
+            ``comm``, 1 is ``cache``. Counting stops at very many edges: rows that need more count as equal.
         costs: Choose by these costs instead of measured ones.
         memory_gib: Most memory that replicas may take on a rank; no limit by default. While it chooses, a rank also
-            holds the in-edges of all hops below its nodes, which are not counted; with ``cache_ratio=0`` it does not.
+            holds the in-edges of all rows that it could compute, which are not counted (none with ``cache_ratio=0``).
         replan: Measure and choose again even if a plan is kept.
-        fetching: ``ring``, ``overlap``, ``wire_dtype`` and ``halo_gib``, see
-            :class:`~pygdist.backends.fetching.fetcher.FetchOptions`.
+        fetching: ``ring``, ``overlap``, ``wire_dtype`` and ``halo_gib``, as of
+            :class:`~pygdist.backends.CommBackend`.
 
     Attributes:
-        expected: The time that an epoch is expected to take, once it is planned; ``None`` with ``cache_ratio``. By
-            ``costs`` it counts nothing else: no latency, no averaging of gradients.
+        expected: The time that an epoch is expected to take, once it is planned; ``None`` with ``cache_ratio``. With
+            ``costs`` given, these are all that it counts: no latency, no averaging of gradients.
     """
 
     name = "hybrid"

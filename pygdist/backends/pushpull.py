@@ -58,14 +58,14 @@ _ELSEWHERE = "uses the features outside its first layer, but each rank holds onl
 class PushPullBackend(SampledBackend):
     """Push the structure of batches to the features' columns, pull the first layer's sums (P3, Sec. 3.2.2).
 
-    A step trains as one process would on the batches of all ranks. The model's first layer must be linear in its rows
-    up to a weight (:mod:`pygdist.hops.cuts`), and get the graph's features as they are, or after dropout. Norms over
-    nodes take the statistics of the rows that all ranks' batches compute. The model is evaluated on the whole graph,
-    exactly, in the same way.
+    A step trains as one process would on the batches of all ranks. The model's first layer must be a sum with one
+    term for each column of its rows, up to and including its first weight, and get the graph's features as they are, or
+    after dropout. Norms over nodes take the statistics of the rows that all ranks' batches compute. The model is
+    evaluated on the whole graph, exactly, in the same way.
 
-    Ranks form groups of ``topology_parts`` ranks that hold all in-edges between them, and of ``feature_parts`` ranks
-    that hold all columns (P3, Sec. 3.4). By default all ranks are one group. In smaller groups each rank holds more
-    copies, which travel once, and sends less. Both must divide the number of ranks. Results do not depend on
+    Ranks form groups of ``topology_parts`` ranks, which together hold all in-edges, and of ``feature_parts`` ranks,
+    which together hold all columns (P3, Sec. 3.4). By default all ranks are one group. In smaller groups each rank
+    holds more copies, which travel once, and sends less. Both must divide the number of ranks. Results do not depend on
     them, except which features are dropped.
 
     Args:
@@ -74,8 +74,9 @@ class PushPullBackend(SampledBackend):
             checkpoints and stopping are allowed only at the end of an epoch.
         cache_gib: Memory of each rank for copies, in GiB; group sizes that are not given are chosen to fit it,
             ``topology_parts`` first.
-        feature_parts: Ranks that hold all columns of the features between them; with 1 no batch leaves its rank.
-        topology_parts: Ranks that hold all in-edges between them; with 1 each rank samples alone, and pushes no edges.
+        feature_parts: Ranks of a group that together hold all columns of the features; with 1 no batch leaves its rank.
+        topology_parts: Ranks of a group that together hold all in-edges; with 1 each rank samples alone, and pushes no
+            edges.
         first_weights: With ``gathered``, each rank computes gradients for its columns of the first layer's weights, and
             DDP puts them together: optimisers, clipping and callbacks see the plain model. With ``sharded``, as in the
             paper, each rank trains its columns alone; the model is put together where it is evaluated or saved, and at

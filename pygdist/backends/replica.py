@@ -42,8 +42,8 @@ class ReplicaBackend(RecomputingBackend):
 
     Approximate, and exact where ``hops`` is no less than the model's: then it computes what ``cache`` does, but norms
     over nodes take the statistics of the part. A layer computes the rows that later layers need: those within ``hops``
-    hops, or as many as are left. Nodes ``hops`` away have the edges that the partitioned graph holds of them: in-edges
-    from nodes that are nearer, and their self-loops. Degrees, for GCN's weights, are those of the whole graph.
+    hops, or fewer if fewer hops follow. Nodes ``hops`` away have the edges that the partitioned graph holds of them:
+    in-edges from nodes that are nearer, and their self-loops. Degrees, for GCN's weights, are those of the whole graph.
 
     Any part of a graph will do, and any number of parts: ranks never wait for each other here. Whoever trains parts
     must average the models (:class:`~pygdist.lightning.ModelAveragingStrategy`) or the gradients.
@@ -90,7 +90,7 @@ class ReplicaBackend(RecomputingBackend):
 
     @override
     def bind(self, shard: Shard, communicator: Communicator) -> None:
-        """Place the backend on a part. The communicator is not used, so there may be other numbers of ranks and parts.
+        """Place the backend on a part. The communicator is not used, so there may be more or fewer ranks than parts.
 
         Raises:
             InputError: If the shard lacks its surroundings, or they reach less far than ``hops``.

@@ -86,14 +86,14 @@ class TensorBackend(Backend):
     Layers whose message or aggregation mixes columns are refused when the model is distributed.
 
     Args:
-        num_chunks: In how many chunks of destinations sums are made (Sec. 4.2.1), or in more, if memory asks for them;
-            a few by default, where slices are large.
-        overlap: Split the sources of one chunk and gather the results of another while a third is computed
-            (Sec. 4.2.2); without, all sources are split first, and chunks gathered one after the other.
+        num_chunks: Chunks of destinations in which sums are computed (Sec. 4.2.1); more if ``memory_gib`` requires it.
+            By default a few where slices are large.
+        overlap: Let the rows of one chunk and the results of another travel while a third is computed (Sec. 4.2.2).
+            Otherwise all rows arrive before the first chunk, and the results of a chunk leave before the next one.
         memory_gib: Most memory that edges, slices and what travels may take on the device, on each rank. Those of one
             chunk are there; the others wait in the host's memory or, where the device is the host, in files beside the
-            partitioned graph. No limit by default on the host; on a GPU half of what is free, shared by the ranks that
-            have it, if edges and slices of the widest rows need more.
+            partitioned graph. By default there is no limit on the host. On a GPU it is half of the free memory,
+            divided by the ranks that use the GPU, and matters only if edges and slices of the widest rows need more.
             The limit holds for all hops. Attention, maxima, and messages of a layer's own compute their chunks once
             more in the backward pass; the memory of such messages is an estimate. With a limit, layers with hooks on
             their hops are refused (without one, hooks see this rank's columns). If several chunks are needed, layers
@@ -347,7 +347,7 @@ class TensorBackend(Backend):
 
     @property
     def fetcher(self) -> Fetcher:
-        """Fetches source rows where edges are computed with by who owns them."""
+        """Fetches the source rows of this rank's edges, where it computes values of these edges itself."""
         if self._fetcher is None:
             options = FetchOptions(overlap=self.overlap)
             self._fetcher = Fetcher(self.shard, self.communicator, options, lambda: self.kept.first_hop.results)

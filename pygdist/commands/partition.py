@@ -40,8 +40,8 @@ class Graph:
             .xz), .parquet; a folder of text or Parquet files, or a pattern in quotes, such as 'data/*.csv'; or a folder
             of .npy arrays.
         columns: With --input, the columns of text or Parquet, such as source=from,target=to,weight=w,attributes=a+b;
-            columns without names are numbered from 1. By default those of usual names, such as src, dst and weight.
-            weight= reads no weights.
+            columns without names are numbered from 1. By default those of usual names, such as src, dst and weight. An
+            empty value (weight=) leaves weights out.
         string_ids: With --input, ids are names; the names are kept in ids.txt. By default ids are names if most ids in
             the first lines are not numbers.
         names: With --input, a text file with the name of each node, a line each, in the order of the rows of features.

@@ -26,7 +26,7 @@ class Savings:
             result, divided by the ranks that share it. A result that does not fit is computed in every pass.
         cheaper_side: Aggregate on the narrower side of a layer's weight: :math:`(A X) W = A (X W)`.
         no_input_gradient: Compute no gradient for rows that need none.
-        fused_attention: Run GAT, GATv2 and Transformer layers by :mod:`pygdist.kernels.attention`, which has first
+        fused_attention: Run GAT, GATv2 and Transformer layers by pygdist's attention kernels, which have first
             derivatives only.
         block_mib: Memory that the messages of one ``propagate`` may take, in MiB, if the layer's own ``message`` runs.
             A hop that would take more runs in blocks of destinations, which are computed again in the backward pass.

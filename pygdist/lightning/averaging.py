@@ -51,9 +51,10 @@ class ModelAveragingStrategy(GraphDDPStrategy):
     whatever ``sync_every`` is, so validation, checkpoints and schedules by epochs mean the same on any number of ranks.
     Dropout is seeded by part and epoch, whichever rank has the part.
 
-    A validation or checkpoint between two averages makes an extra average, one for both; training continues from the
-    parts' own models. ``check_val_every_n_epoch=sync_every`` avoids the extra average. A run resumed from such a
-    checkpoint starts from its average. If resumed within an epoch, it goes on with the remaining parts or mini-batches.
+    A validation or checkpoint between two averages makes an extra average; if both come at once, they share it.
+    Training continues from the parts' own models. ``check_val_every_n_epoch=sync_every`` avoids the extra average. A
+    run resumed from such a checkpoint starts from its average. If resumed within an epoch, it goes on with the
+    remaining parts or mini-batches.
 
     Args:
         sync_every: Average after so many epochs, or steps.

@@ -56,16 +56,16 @@ class ExchangeMonitor(pl.Callback):
     ``peak_gib_{max,total}``       peak resident memory of a process so far, in GiB; on CUDA of the device's tensors
     ``expected_epoch_s``           the ``epoch_s`` that a backend that plans (``hybrid``) expected
     ``planning_s``                 seconds of planning on rank 0; part of the first ``epoch_s``
-    ``sampling_bytes_total``       of ``sent_bytes_total``, those for sampling across ranks (like the three below, where
-                                   mini-batches are sampled so)
+    ``sampling_bytes_total``       of ``sent_bytes_total``, those for sampling across ranks; this figure and the three
+                                   below are there only if mini-batches are sampled across ranks
     ``sampling_s_max``             seconds in which a rank's thread samples, while the main thread trains
     ``fetching_s_max``             likewise, in which it fetches rows, or pushes the structure of batches
     ``batch_wait_s_max``           of ``exchange_s_max``, seconds in which training waits for the next batch
     =============================  ==================================================================
 
     DDP's gradient all-reduce counts as compute, as it overlaps with the backward pass; so does waiting in it for a
-    slower rank. Its bytes are those of the parameters, whatever the graph. Of the traffic of a validation only
-    ``unused_model_bytes`` tells, and of that of a checkpoint only ``checkpoint_bytes``. A checkpoint that is saved
+    slower rank. Its bytes are those of the parameters, whatever the graph. Of what validations and checkpoints send,
+    only ``unused_model_bytes`` and ``checkpoint_bytes`` are counted. A checkpoint that is saved
     after an epoch is counted in the next epoch, so the last one is not counted.
 
     Args:

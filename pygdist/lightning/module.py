@@ -100,7 +100,7 @@ class GraphModule(OfLightning, pl.LightningModule):
 
     @property
     def best_by(self) -> tuple[str, Literal["min", "max"]]:
-        """The logged number by which a checkpoint is the best, and whether the least or the largest is."""
+        """The logged number that decides which checkpoint is the best, and if its least or its largest value is."""
         return "val_loss", "min"
 
     def labels_of(self, out: Tensor) -> Tensor:
@@ -235,7 +235,7 @@ class GraphModule(OfLightning, pl.LightningModule):
         return self.model if self._evaluation is None else self._evaluation.model
 
     def evaluated(self, batch: Shard | PartBatch) -> tuple[Shard, Any]:
-        """Return the part that a batch of an evaluation is, and the model's outputs for its owned nodes.
+        """Return the part of the graph that this batch evaluates, and the model's outputs for its owned nodes.
 
         If a rank runs several parts in turn, the output is on the CPU, mapped from a file.
         """

@@ -80,7 +80,7 @@ class GraphDDPStrategy(OfLightning, DDPStrategy):
             12 s, as in a long validation. Without this option they end at once.
         check_order: For debugging: before every exchange, check that all ranks are about to make the same call.
         keep_memory: On CPU, processes keep the memory of freed tensors for the next epoch, from the second epoch of
-            training on; see :func:`~pygdist.memory.machine.keep_freed_memory`.
+            training on.
         start_method: The way in which Lightning starts the processes.
         find_unused_parameters: As in DDP; needed if the loss does not depend on some parameters.
         kwargs: Passed on to :class:`lightning.pytorch.strategies.DDPStrategy`.
@@ -301,7 +301,7 @@ class GraphDDPStrategy(OfLightning, DDPStrategy):
     @property
     @override
     def checkpoint_io(self) -> CheckpointIO:
-        """Writes and reads files; by default files that cannot tear."""
+        """Writes and reads checkpoints; by default a file is written whole or not at all."""
         if self._checkpoint_io is None:
             self._checkpoint_io = WholeCheckpointIO()
         elif isinstance(self._checkpoint_io, _WrappingCheckpointIO) and self._checkpoint_io.checkpoint_io is None:
@@ -351,7 +351,7 @@ class GraphDDPStrategy(OfLightning, DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Leave the run; raises the error that explains the exception, if another one does."""
+        """Leave the run. If another error explains the exception, it is raised."""
         super().on_exception(exception)
         told = self._explained(exception)
         if not _of_all_ranks(told) or (self._watchdog is not None and self._watchdog.verdict):

@@ -46,7 +46,7 @@ def open_graph(
     float_labels: bool = False,
     cache_dir: str | Path = CACHE,
 ) -> OpenGraph:
-    """Return this process's part of a graph, and what a training loop asks of the others.
+    """Return this process's part of a graph, with methods by which a loop works with the other processes.
 
     Under ``torchrun`` every process calls it with the same arguments. The graph is partitioned once, into as many parts
     as there are processes, by the first process of each machine, and kept in ``cache_dir``. Without ``torchrun`` one
@@ -106,7 +106,7 @@ class OpenGraph:
             predict ``(n, k)``, which is ``(n, 1)`` if each node has one.
         train_mask, val_mask, test_mask: The nodes of each stage, ``(n,)`` bool, or ``None``.
         edge_weight, edge_attr, edge_type: Values of the edges, or ``None``.
-        pos, ...: Further tensors of nodes, by the names that they have in the data, a row for each of this process's.
+        pos, ...: Further tensors of nodes, under their names in the data, with a row for each of this process's nodes.
         n_id: The nodes' numbers in the graph, ``(n,)``.
         num_nodes: Nodes of the whole graph.
         num_features, num_classes: Of the whole graph.

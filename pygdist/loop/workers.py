@@ -35,7 +35,7 @@ class WorkerError(RuntimeError):
 
 
 class Worker:
-    """One rank, as the functions see it that :meth:`Workers.run` calls. Attributes that they set stay.
+    """One rank: the first argument of the functions that :meth:`Workers.run` calls. Attributes that they set stay.
 
     Attributes:
         rank: Number of this rank, from 0.
@@ -72,7 +72,7 @@ class Workers:
         num_ranks: Number of processes.
         num_threads: Threads of each process; by default those of this process are divided among them.
         timeout_s: Seconds without an answer or a printed line after which the processes count as hung and are killed;
-            any number by default.
+            by default there is no limit.
         grace_s: Seconds without an answer or a printed line after which the other processes are killed, once a function
             has failed on one. If all fail alike within this time, they keep what they have.
 
@@ -119,8 +119,8 @@ class Workers:
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
         """Call ``function(worker, *args, **kwargs)`` on all ranks at the same time, and wait.
 
-        :func:`~pygdist.open_graph` finds the ranks in it, as under ``torchrun``. What ranks print appears here, with
-        the rank's number.
+        In the function, :func:`~pygdist.open_graph` finds the ranks as under ``torchrun``. What ranks print appears
+        here, with the rank's number.
 
         Args:
             function: A function of a cell, a script or a module. It is sent with the values that it uses, as they are

@@ -23,7 +23,7 @@ class ChunkPartitioner(Partitioner):
 
     Args:
         node_weight: Weight :math:`\alpha` of a node relative to an in-edge. In a GCN with 128 features the dense work
-            for a node is that for about 16 edges; 0 balances edges alone, a large number nodes alone.
+            of a node takes as long as about 16 edges; 0 balances edges alone, a large number nodes alone.
     """
 
     node_weight: float = 16.0

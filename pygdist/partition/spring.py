@@ -29,9 +29,10 @@ class SpringPartitioner(Partitioner):
     edges.
 
     Args:
-        volume: Largest volume of a cluster in the clustering, as a share of the sum of all degrees; the paper does not
-            give it. The default is a quarter of a part's, 1 / (4 P): with a whole part's, parts get up to 2.5 times the
-            mean; with less than the default, the replication factor no longer changes (``experiments/catgnn``).
+        volume: Largest volume (sum of degrees) of a cluster in the clustering, as a share of the sum of all degrees;
+            the paper does not give it. The default is 1 / (4 P), a quarter of a mean part's volume. With 1 / P, parts
+            get up to 2.5 times the mean; below the default, the replication factor no longer changes
+            (``experiments/catgnn``).
         balance: Most nodes of a merged cluster relative to the mean part; at least 1. Clusters that the clustering made
             larger are not split, and parts get whole clusters, so a part may have more nodes.
     """

@@ -34,8 +34,8 @@ REFUSED_LAYERS: dict[str, str] = {
     "HypergraphConv": "takes an incidence matrix of nodes and hyperedges, not edges between nodes",
     "LightGCN": "holds an embedding of every node of the graph",
     "MetaLayer": (
-        "looks rows of nodes up by edge_index in modules that are no layers, and a rank has its own rows there; write "
-        "a MessagePassing layer, with edge_updater for values of edges"
+        "reads rows of nodes by edge_index outside of a MessagePassing layer, where a rank has only the rows of its "
+        "own nodes; write a MessagePassing layer, with edge_updater for values of edges"
     ),
     "Node2Vec": "holds an embedding of every node of the graph",
     "PANConv": "multiplies powers of the whole adjacency matrix inside the layer",

@@ -347,7 +347,7 @@ class Picky(SingleBackend):
     ("module", "said"),
     [
         pytest.param(SuperGATConv(4, 4), r"'0' \(SuperGATConv\): it samples negative edges among all", id="samples"),
-        pytest.param(MetaLayer(), r"'0' \(MetaLayer\): it looks rows of nodes up by edge_index.* write a", id="meta"),
+        pytest.param(MetaLayer(), r"'0' \(MetaLayer\): it reads rows of nodes by edge_index.* write a", id="meta"),
         pytest.param(VGAE(GCN(4, 4, 1)), r"'0' \(VGAE\): it draws numbers for each node.*LinkPredictor", id="vgae"),
         pytest.param(ARGVA(GCN(4, 4, 1), MLP([4, 1])), r"'0' \(ARGVA\): it averages its losses over", id="argva"),
         pytest.param(_unbuilt(FusedGATConv), r"'0' \(FusedGATConv\): it takes the graph in.*use GATConv", id="fused"),

@@ -136,7 +136,7 @@ class DelayedSum:
         communicator: The ranks, by which they compare later what they have posted.
         bins: The split nodes by bins.
         num_rows: Rows of the part.
-        keep: Rows use what arrived until more arrives; otherwise only in the pass in which it arrives.
+        keep: A row uses the last sum that arrived until a newer one does; otherwise only in the pass of its arrival.
 
     Attributes:
         rows: Local rows that get something of other parts; sorted, without duplicates.

@@ -50,7 +50,8 @@ class FetchOptions:
             (NeutronStar, Sec. 4.3); otherwise with all peers at once.
         overlap: Aggregate the rows of one rank while those of the next travel; in the backward pass, send gradients
             while others are computed. Otherwise a hop waits until all rows are here. Layers whose neighbours cannot be
-            taken piece by piece always wait: messages of PyG, attention with edge attributes or dropout, LSTM.
+            taken piece by piece always wait: those with a ``message`` of their own, attention with edge attributes or
+            dropout, LSTM.
         wire_dtype: ``"bfloat16"`` halves the bytes of rows and gradients; the backend is then no longer exact.
         halo_gib: Limit, in GiB, of the memory that other ranks' rows take at a time on each rank, in hops that can be
             taken piece by piece; ``None`` for no limit. Above the limit rows arrive in pieces, each aggregated before
