@@ -13,12 +13,13 @@ _PIECE = 1000  # bytes of a text that travel at once
 _SHOWN = 80  # characters of a value in a message
 
 
-def require_alike(values: Mapping[str, object], ranks: Communicator) -> None:
+def require_alike(values: Mapping[str, object], ranks: Communicator, hint: str = "") -> None:
     """Refuse values that differ between ranks, such as a learning rate; it takes one small exchange if all are equal.
 
     Args:
         values: By name, as ``str`` shows them in messages.
         ranks: All of these make the call.
+        hint: Ends the message.
 
     Raises:
         InputError: On all ranks; names the first value that differs, and the first rank that has another than rank 0.
@@ -33,7 +34,7 @@ def require_alike(values: Mapping[str, object], ranks: Communicator) -> None:
         here, there = _shown(*(of_rank.get(names[0], "absent") for of_rank in (mine, first)))
         problem = f"{names[0]} is {there} on rank 0, but {here} on rank {ranks.rank}"
     told = next(filter(None, ranks.gather_text(problem)))
-    raise InputError(f"{told}; start all processes with the same options and the same script")
+    raise InputError(f"{told}; start all processes with the same options and the same script{hint}")
 
 
 def _shown(one: str, other: str) -> tuple[str, str]:

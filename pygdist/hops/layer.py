@@ -104,8 +104,8 @@ def undecomposed(layer: MessagePassing) -> Iterator[None]:
 
 
 def put_local_propagate_back(layer: MessagePassing) -> None:
-    """Give a layer with ``decomposed_layers`` the ``propagate`` that PyG hangs on its instances."""
-    if layer._decomposed_layers != 1:
+    """Give a layer that is decomposed or explained the ``propagate`` that PyG hangs on its instances."""
+    if layer._decomposed_layers != 1 or layer.explain:
         layer.propagate = type(layer)._orig_propagate.__get__(layer)
 
 

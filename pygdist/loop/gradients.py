@@ -1,10 +1,15 @@
-"""Gradients summed over ranks at the end of each backward pass, in place: the model stays the caller's own module."""
+"""Gradients averaged over ranks at the end of each backward pass, in place: the model stays the caller's own module.
+
+As with DDP, a loss's share of a rank counts ``num_ranks`` times there, so that the average is the gradient of the whole
+loss, and a term that is the same on all ranks, such as a penalty on parameters, counts once.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,16 +18,17 @@ from torch.utils.hooks import RemovableHandle
 
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
+from pygdist.graph import Adjacency
 
 _ROUNDINGS = 64  # within which parameters count as equal
 _UNSCALED = (
-    "backward() without graph.mean_loss(): gradients are summed over the processes, so the mean over this process's "
-    "nodes is no share of the mean over the graph; use graph.mean_loss(), or divide a sum by the number of all nodes"
+    "backward() without graph.mean_loss(): gradients are averaged over the processes, so a mean over this process's "
+    "nodes counts as much as that of a process with more of them; use graph.mean_loss()"
 )
 
 
-class SummedGradients:
-    """Adds the gradients of all ranks at the end of each backward pass, as DDP does beside a wrapper.
+class AveragedGradients:
+    """Averages the gradients of all ranks at the end of each backward pass, as DDP does beside a wrapper.
 
     Gradients of several passes add up as on one process. A parameter that a rank's pass does not reach counts as zeros
     there. All ranks make as many backward passes.
@@ -33,7 +39,7 @@ class SummedGradients:
     Args:
         model: The model, with equal parameters on all ranks.
         communicator: The ranks.
-        scaled: Tells if a loss of the whole graph was made; without one a warning says that sums would be too large.
+        scaled: Tells if a loss of the whole graph was made; without one a warning says that processes count alike.
     """
 
     def __init__(self, model: nn.Module, communicator: Communicator, *, scaled: Callable[[], bool]) -> None:
@@ -48,9 +54,9 @@ class SummedGradients:
             self.hooks.append(one.register_post_accumulate_grad_hook(partial(self._reach, number)))
 
     def _set_aside(self, number: int, _: Tensor) -> None:
-        """Put the gradient of earlier passes, which is summed already, aside before this pass adds its own."""
+        """Put the gradient of earlier passes, which is averaged already, aside before this pass adds its own."""
         if not self._before:
-            Variable._execution_engine.queue_callback(self._sum)
+            Variable._execution_engine.queue_callback(self._average)
         parameter = self._parameters[number]
         if number not in self._before:
             self._before[number], parameter.grad = parameter.grad, None
@@ -58,9 +64,10 @@ class SummedGradients:
     def _reach(self, number: int, _: Tensor) -> None:
         self._reached.add(number)  # torch.autograd.grad adds to no parameter, and comes not here
 
-    def _sum(self) -> None:
+    def _average(self) -> None:
         """Send all gradients of a dtype at once, in the order of the parameters."""
         before, self._before = self._before, {}
+        num_ranks = self._communicator.world_size
         reached, self._reached = self._reached, set()
         mine = {number: one for number in reached if (one := self._parameters[number].grad) is not None}
         for number, gradient in before.items():
@@ -79,6 +86,7 @@ class SummedGradients:
                 parts = [mine.get(number, torch.zeros_like(self._parameters[number])) for number in chosen]
                 flat = torch.cat([part.reshape(-1) for part in parts])
                 self._communicator.reduce_in_place(flat, "gradients")
+                flat /= num_ranks
                 for number, part in zip(chosen, flat.split([part.numel() for part in parts]), strict=True):
                     parameter = self._parameters[number]
                     gradient = part.view_as(parameter)
@@ -109,8 +117,49 @@ class SummedGradients:
             passes = "the first backward pass" if self._passes == 2 else f"{self._passes - 1} backward passes"
             raise InputError(
                 f"the parameters of rank {rank} differ from those of rank 0 after {passes}: all processes must make "
-                "the same steps, with the same optimizer and learning rate"
+                "the same steps, with the same optimizer and learning rate, and set parameters alike (call "
+                "model.reset_parameters() with the same seed on all)"
             )
+
+
+class _Whole(torch.autograd.Function):
+    """Rows that get the gradient of the whole loss, where a rank's share counts ``num_ranks`` times."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, num_ranks: int) -> Tensor:
+        ctx.num_ranks = num_ranks
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient / ctx.num_ranks, None
+
+
+def inputs_with_whole_gradients(value: Any, parameters: Collection[Tensor], num_ranks: int) -> Any:
+    """Return an input of a model that gets the gradient of the whole loss, unless it comes of ``parameters``.
+
+    For an input of the caller's own, such as a perturbation of the features.
+    """
+    wants = isinstance(value, Tensor) and value.requires_grad and not isinstance(value, Adjacency)
+    if not wants or _comes_of(value, {id(one) for one in parameters}):
+        return value
+    return _Whole.apply(value, num_ranks)  # type: ignore[no-untyped-call]
+
+
+def _comes_of(value: Tensor, parameters: set[int]) -> bool:
+    """True if a tensor is a parameter, or was computed from one."""
+    if id(value) in parameters:
+        return True
+    nodes, seen = [value.grad_fn], set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in parameters:
+            return True
+        nodes.extend(one for one, _ in node.next_functions)
+    return False
 
 
 def _sums(flat: Tensor) -> Tensor:

@@ -1,32 +1,45 @@
-"""A model on one process, with the caller's own loop: the calls stay as they are, and run on pygdist's kernels."""
+"""A model on one process, with the caller's own loop: its layers run on pygdist's kernels, all other code as before."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import contextlib
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch_geometric.data import Data
+from torch_geometric.nn import MessagePassing
+from typing_extensions import override
 
 from pygdist.backends import CommBackend
 from pygdist.comm import Communicator, ExchangePlan
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency, Shard
-from pygdist.graph.check import EDGE_FIELDS, MASKS
-from pygdist.graph.identity import version_of
+from pygdist.graph.check import EDGE_FIELDS, MASKS, plain
+from pygdist.graph.identity import fixable, identity_of, version_of
 from pygdist.graph.memo import Memo
-from pygdist.hops.arguments import mapped
+from pygdist.hops.arguments import mapped, named_values
+from pygdist.hops.hop import Deferred, Hop
+from pygdist.hops.layer import CACHES, hooked, layer_name, own_class
 from pygdist.nn.nested import each_value
-from pygdist.routing.distribute import distribute, with_hooks
+from pygdist.routing.distribute import distribute_layers, with_own_classes
+from pygdist.routing.refusals import reason_against_layer
+from pygdist.routing.values_of_edges import values_of_edges_in
+
+_FEW = 4  # results that are kept
 
 
 def accelerate(model: nn.Module, data: Data) -> nn.Module:
-    """Let ``model`` run on pygdist's kernels on one process, in place; the script around it stays as it is.
+    """Let the layers of ``model`` run on pygdist's kernels on one process, in place; the script stays as it is.
 
-    The model is called as before, with ``data.edge_index`` and the values of its edges, or with ``data`` itself, and
-    returns what it returned: the order of nodes and edges is the caller's. Layers are sparse products and fused
-    attention where PyG makes a row for each edge. :func:`~pygdist.undistribute` takes it back.
+    The model is called as before and returns what it returned. Layers that get ``data.edge_index`` are sparse products
+    and fused attention, where PyG makes a row for each edge. Layers that get other edges (a mini-batch, edges without
+    some, ``adj_t``), and layers that pygdist does not reroute, run as in plain PyG; a warning tells of the first.
+    :func:`~pygdist.undistribute` takes it back.
 
     Args:
         model: Any module that contains PyG layers. Parameters and ``state_dict`` keys do not change.
@@ -36,52 +49,124 @@ def accelerate(model: nn.Module, data: Data) -> nn.Module:
         ``model`` itself.
 
     Raises:
-        InputError: If ``data`` has no ``edge_index``, or :func:`~pygdist.distribute` refuses a layer. A call of the
-            model raises one if its edges are not those of ``data``.
+        InputError: If ``data`` has no ``edge_index``, or the model is accelerated or distributed already.
 
     Example:
         >>> model = pygdist.accelerate(GCN(16, 32, num_layers=2, out_channels=7), data)
         >>> loss = F.cross_entropy(model(data.x, data.edge_index), data.y)
     """
+    if isinstance(data, Data) and data.get("edge_index") is None and data.get("adj_t") is not None:
+        raise InputError(
+            "accelerate(model, data): data has adj_t and no edge_index; make data without ToSparseTensor, and call the "
+            "model with data.edge_index"
+        )
     if not isinstance(data, Data) or not isinstance(data.edge_index, Tensor):
         raise InputError(
             f"accelerate(model, data) takes a torch_geometric.data.Data with an edge_index, got {type(data).__name__}; "
             "bring a HeteroData into one by to_homogeneous()"
         )
-    inputs, backend = _Inputs(data), CommBackend()
-    backend.bind(inputs.shard(), Communicator())
-    translated = model.register_forward_pre_hook(inputs.before, with_kwargs=True)  # before the hooks of distribute()
-    try:
-        distribute(model, backend=backend)  # its check refuses models with values of edges of their own
-    except BaseException:
-        translated.remove()
-        raise
-    return with_hooks(model, translated, model.register_forward_hook(inputs.after))
+    graph, backend = _Graph(data), OneProcess()
+    backend.bind(graph.shard(data), Communicator())
+    backend.graph = graph
+    layers = [one for one in model.modules() if isinstance(one, MessagePassing)]
+    left = [one for one in layers if reason_against_layer(one, backend) or graph.orders(one)]
+    distribute_layers(model, backend=backend, but=left)
+    if left:
+        names = ", ".join(sorted({layer_name(one) for one in left}))
+        warnings.warn(f"accelerate: {names} runs as in plain PyG, no faster", stacklevel=2)
+    return model
 
 
-class _Inputs:
-    """The caller's graph, and the same sorted: calls get the latter, and results go back to the caller's order.
+class OneProcess(CommBackend):
+    """Runs layers on the edges of one graph, sorted by destination, and gives their results in the caller's order.
+
+    Attributes:
+        graph: The caller's graph; ``None`` in a process that has only unpickled a model.
+    """
+
+    name = ""
+    per_graph: ClassVar[tuple[str, ...]] = ("graph",)
+    graph: _Graph | None = None
+    _depth = 0  # of layers that run inside of layers
+
+    @override
+    def run_layer(
+        self, layer: MessagePassing, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        call, graph = types.MethodType(forward, layer), self.graph
+        values = named_values(call, args, kwargs)
+        if any(isinstance(one, Adjacency) for _, one in values):  # of the layer in which this one is
+            return super().run_layer(layer, forward, args, kwargs)
+        if graph is None or not graph.takes(layer, values):
+            with with_own_classes(layer):
+                return layer.forward(*args, **kwargs)
+        args, kwargs = mapped(call, args, kwargs, graph.given)
+        before = dict(vars(layer))
+        with self._around_layer():
+            out = super().run_layer(layer, forward, args, kwargs)
+        if not own_class(layer).__module__.startswith("torch_geometric."):  # it may keep its attention, for example
+            new = {name: one for name, one in vars(layer).items() if one is not before.get(name)}
+            vars(layer).update(graph.returned({name: one for name, one in new.items() if isinstance(one, Tensor)}))
+        return graph.returned(out)
+
+    @contextlib.contextmanager
+    def _around_layer(self) -> Iterator[None]:
+        """Let hops of a layer be told apart by their order in it."""
+        if self._depth == 0:
+            self.kept.first_hop.begin_forward()
+            self.begin_forward()
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+            if self._depth == 0:
+                self.kept.first_hop.end_forward()
+                self.end_forward()
+
+    @override
+    def propagate(self, hop: Hop) -> Tensor:
+        return super().propagate(hop) if isinstance(hop.edge_index, Adjacency) else _in_pyg(hop)
+
+    @override
+    def edge_updater(self, hop: Hop) -> Tensor | Deferred:
+        return super().edge_updater(hop) if isinstance(hop.edge_index, Adjacency) else _in_pyg(hop)
+
+
+def _in_pyg(hop: Hop) -> Tensor:
+    """Run a hop over edges that are not the graph's by PyG's code."""
+    with with_own_classes(hop.layer):
+        out: Tensor = getattr(hop.layer, hop.name)(hop.edge_index, size=hop.size, **hop.arguments)
+        return out
+
+
+class _Graph:
+    """The caller's edges, and the same sorted: layers get the latter, and results go back to the caller's order.
 
     Attributes:
         adjacency: The edges, sorted by destination.
     """
 
     def __init__(self, data: Data) -> None:
-        self._data = data
-        edges = self._edges = data.edge_index
-        self._version = version_of(edges)
-        num_nodes, self._perm, self._back = int(data.num_nodes), None, None
+        self._given, edges = data.edge_index, plain(data.edge_index)
+        self._edges, self._version = edges, version_of(edges)
+        self._num_nodes, self._perm, self._back = int(data.num_nodes), None, None
         if bool((edges[1, 1:] >= edges[1, :-1]).all()):
-            self.adjacency = Adjacency(edges, num_src=num_nodes, num_dst=num_nodes)
+            self.adjacency = Adjacency(edges, num_src=self._num_nodes, num_dst=self._num_nodes)
         else:
-            self.adjacency, self._perm = Adjacency.from_unsorted(edges, num_src=num_nodes, num_dst=num_nodes)
+            self.adjacency, self._perm = Adjacency.from_unsorted(
+                edges, num_src=self._num_nodes, num_dst=self._num_nodes
+            )
             self._back = self._perm.argsort()
-        self._sorted = Memo[Tensor]()  # values of edges
+        self._sorted = Memo[Tensor](most=_FEW)  # values of edges
+        self._equal = Memo[bool](most=_FEW)  # edges that are these, in memory of their own
+        self._cached: weakref.WeakSet[MessagePassing] = weakref.WeakSet()  # layers for which PyG ignores other edges
+        self._told = False
 
-    def shard(self) -> Shard:
+    def shard(self, data: Data) -> Shard:
         """Return the graph as the one part of one process."""
-        device, num_nodes, num_edges = self.adjacency.device, int(self._data.num_nodes), self.adjacency.size(1)
-        none, x = torch.empty(0, dtype=torch.int64, device=device), self._data.x
+        device, num_nodes, num_edges = self.adjacency.device, self._num_nodes, self._edges.size(1)
+        none, x = torch.empty(0, dtype=torch.int64, device=device), data.x
         return Shard(
             rank=0, num_parts=1, n_id=torch.arange(num_nodes, device=device), num_owned=num_nodes,
             adjacency=self.adjacency,
@@ -92,62 +177,101 @@ class _Inputs:
             num_classes=0, multi_label=False, counts=dict.fromkeys(MASKS, 0), **dict.fromkeys(MASKS),
         )  # fmt: skip
 
-    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Forward pre-hook: give a call the sorted edges, and their values in the same order."""
-        return mapped(model.forward, args, kwargs, self._given)
-
-    def after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        """Forward hook: bring edges and values of edges back to the caller's order.
-
-        Other edges, such as those with self-loops that a layer returns with its attention, stay sorted, and so do all
-        values of edges beside them.
-        """
-        edges = list[Adjacency]()
-        each_value(output, Adjacency, edges.append)
-        if self._back is None or any(one.origin is not self.adjacency for one in edges):
-            return output
-        return each_value(output, Tensor, self._returned)
-
-    def _given(self, name: str, value: Any) -> Any:
-        if not isinstance(value, Tensor) or isinstance(value, Adjacency):
-            return value
-        if self._are_edges(name, value):
-            return self.adjacency
-        num_edges = self.adjacency.size(1)
-        of_edges = name in EDGE_FIELDS or num_edges != self._data.num_nodes
-        return self._in_order(name, value) if of_edges and value.dim() and value.size(0) == num_edges else value
-
-    def _are_edges(self, name: str, value: Tensor) -> bool:
-        edges = self._edges
-        if version_of(edges) != self._version:
-            raise InputError(
-                "the edge_index for which the model was accelerated was changed in place: call undistribute(model) and "
-                "accelerate(model, data) again"
-            )
-        if value is edges:
-            return True
-        if value.dim() != 2 or value.size(0) != 2 or value.is_floating_point():
+    def orders(self, layer: MessagePassing) -> bool:
+        """True if a layer of the user's may know values of edges in the caller's order, which is not the sorted one."""
+        if self._perm is None or own_class(layer).__module__.startswith("torch_geometric."):
             return False
-        if value.shape == edges.shape and torch.equal(value, edges):
+        num_edges = self._edges.size(1)
+        return num_edges == self._num_nodes or values_of_edges_in(layer, num_edges) is not None
+
+    def takes(self, layer: MessagePassing, values: list[tuple[str, Any]]) -> bool:
+        """True if a layer that gets these values runs on the graph, and nobody looks at its messages."""
+        if hooked(layer) or layer.explain or any(getattr(layer, name, None) is not None for name in CACHES):
+            return False
+        if any(self._are_edges(one) for _, one in values):
+            if getattr(layer, "cached", False):
+                self._cached.add(layer)
             return True
-        if name == "edge_index":
+        if layer in self._cached:
             raise InputError(
-                f"the model was accelerated for a graph of {edges.size(1)} edges, and is called with other edges (of "
-                f"shape {tuple(value.shape)}): call undistribute(model) and accelerate(model, data) for each graph"
+                f"{layer_name(layer)} has cached=True and ran on data.edge_index; for other edges PyG would return "
+                "what it computed for the first ones; make it with cached=False"
+            )
+        if not self._told:
+            self._told = True
+            sparse = any("sparse" in type(one).__name__.lower() or _is_sparse(one) for _, one in values)
+            hint = "; call the model with data.edge_index, not with a sparse adjacency" if sparse else ""
+            warnings.warn(
+                f"{layer_name(layer)} runs as in plain PyG, no faster, where its edges are not the edge_index of the "
+                f"data for which the model was accelerated{hint}",
+                stacklevel=2,
             )
         return False
 
-    def _in_order(self, name: str, value: Tensor) -> Tensor:
-        """Return values of edges sorted; the same object again for the same values, by which results are kept."""
-        perm = self._perm
-        if perm is None:
-            return value
-        return self._sorted.get(name, (value,), lambda: value.index_select(0, perm))
+    def _are_edges(self, value: Any) -> bool:
+        if not isinstance(value, Tensor) or _is_sparse(value) or version_of(self._edges) != self._version:
+            return False
+        if value is self._given:
+            return True
+        if value.is_floating_point() or value.shape != self._edges.shape or value.device != self._edges.device:
+            return False
+        edges = plain(value)
+        if not fixable(edges):
+            return torch.equal(edges, self._edges)
+        same = identity_of(edges) == identity_of(self._edges) or self._equal.knows(identity_of(edges), (edges,))
+        if not same and (same := torch.equal(edges, self._edges)):
+            self._equal.put(identity_of(edges), (edges,), True)
+        return same
 
-    def _returned(self, value: Tensor) -> Tensor:
-        if isinstance(value, Adjacency):
-            edges: Tensor = self._edges
-            return edges
-        num_edges = self.adjacency.size(1)
-        is_of_edges = value.dim() and value.size(0) == num_edges and num_edges != self._data.num_nodes
-        return value.index_select(0, self._back) if is_of_edges and self._back is not None else value
+    def given(self, name: str, value: Any) -> Any:
+        """Return an argument of a layer: the sorted edges, or their values in the same order."""
+        if not isinstance(value, Tensor) or _is_sparse(value):
+            return value
+        if self._are_edges(value):
+            return self.adjacency
+        perm, num_edges = self._perm, self._edges.size(1)
+        of_edges = name in EDGE_FIELDS or num_edges != self._num_nodes
+        if perm is None or not of_edges or not value.dim() or value.size(0) != num_edges:
+            return value
+        # the same object again for the same values, by which results are kept
+        return self._sorted.get(identity_of(value), (value,), lambda: value.index_select(0, perm))
+
+    def returned(self, out: Any) -> Any:
+        """Bring edges, and values of edges, in an output of a layer back to the order of PyG."""
+        found = list[Adjacency]()
+        each_value(out, Adjacency, found.append)
+        others = [one.origin for one in found if one.origin is not self.adjacency]
+        edges, order = (self._given, self._back) if not others else self._with_loops(others[0])
+        if edges is None or any(one is not others[0] for one in others):
+            return out
+        num_edges = edges.size(1)
+
+        def changed(value: Tensor) -> Tensor:
+            if isinstance(value, Adjacency):
+                return edges
+            is_of_edges = order is not None and value.dim() and value.size(0) == num_edges != self._num_nodes
+            return value.index_select(0, order) if is_of_edges and order is not None else value
+
+        return each_value(out, Tensor, changed)
+
+    def _with_loops(self, made: Adjacency) -> tuple[Tensor | None, Tensor | None]:
+        """Return the edges that a layer has made, in PyG's order, and the place of each in ``made``.
+
+        PyG removes self-loops and appends one for each node. Other edges are left as they are: ``None``.
+        """
+        edges, mine = self._edges, plain(made)
+        loop, kept = mine[0] == mine[1], edges[0] != edges[1]
+        at, number = (~loop).nonzero().view(-1), torch.arange(edges.size(1), device=edges.device)
+        number = number if self._perm is None else self._perm.long()
+        number = number[kept[number]]
+        if at.numel() != number.numel() or mine.size(1) - at.numel() != self._num_nodes:
+            return None, None
+        loops = loop.nonzero().view(-1)
+        order = torch.cat([at[number.argsort()], loops[mine[0, loops].argsort(stable=True)]])
+        found = mine[:, order]
+        same = torch.equal(found[:, : at.numel()], edges[:, kept])
+        return (found, order) if same else (None, None)
+
+
+def _is_sparse(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.layout != torch.strided

@@ -24,7 +24,8 @@ from pygdist.errors import InputError
 from pygdist.graph import Shard, load_graph, prepare, read_meta
 from pygdist.graph.check import EDGE_FIELDS, MASKS
 from pygdist.graph.sources.prepare import tell
-from pygdist.loop.gradients import SummedGradients
+from pygdist.hops.arguments import mapped
+from pygdist.loop.gradients import AveragedGradients, inputs_with_whole_gradients
 from pygdist.loop.mistakes import tell_in_one_line
 from pygdist.memory.limits import told
 from pygdist.nn.inputs import fill_in_sizes
@@ -34,6 +35,7 @@ from pygdist.partition.run import CACHE, cached_store
 from pygdist.routing.agreement import agree_on_parts, options_of_backend, options_of_model
 from pygdist.routing.distribute import distribute, with_hooks
 
+_WHOLE_GRAPH = " (for sizes of the whole graph: graph.num_nodes, graph.num_classes; graph.data has this process's part)"
 _OPTIONS, _NO_CLASS = ("weight", "ignore_index"), -100  # of a loss of torch, that its mean depends on
 
 
@@ -120,6 +122,7 @@ class OpenGraph:
     ) -> None:
         self._shard, self._backend, self._communicator, self._joined = shard, backend, communicator, joined
         self._scaled = False  # a loss was made by mean_loss
+        self._parameters: list[nn.Parameter] = []  # of all models that were distributed
         self._left_out = left_out  # tensors of nodes that the graph has, and the parts have not
         self.x, self.edge_index, self.y = shard.x, shard.adjacency, shard.y
         self.train_mask, self.val_mask, self.test_mask = shard.train_mask, shard.val_mask, shard.test_mask
@@ -160,7 +163,7 @@ class OpenGraph:
         """Let a model run on the whole graph, in place; every process calls it.
 
         The model is moved to :attr:`device`, and takes the parameters of the first process. Sizes of -1 are filled in.
-        Gradients are summed over the processes at the end of each backward pass, and norms take their statistics over
+        Gradients are averaged over the processes at the end of each backward pass, and norms take their statistics over
         all nodes. ``state_dict`` is that of the plain model.
 
         Returns:
@@ -171,15 +174,24 @@ class OpenGraph:
             InputError: On all processes, as :func:`~pygdist.distribute`.
         """
         fill_in_sizes(model, self._shard)
-        require_alike(options_of_model(model, buffers=True), self._communicator)
+        require_alike(options_of_model(model, buffers=True), self._communicator, _WHOLE_GRAPH)
         model.to(self.device)
         if self.num_ranks > 1:
             self._share(model)
         distribute(model, backend=self._backend)
         self._backend.look_at(model, None)
         if self.num_ranks > 1:
-            with_hooks(model, *SummedGradients(model, self._communicator, scaled=lambda: self._scaled).hooks)
+            self._parameters += [one for one in model.parameters() if one.requires_grad]
+            before = model.register_forward_pre_hook(self._with_whole_gradients, with_kwargs=True)
+            averaged = AveragedGradients(model, self._communicator, scaled=lambda: self._scaled)
+            with_hooks(model, before, *averaged.hooks)
         return model
+
+    def _with_whole_gradients(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def whole(_: str, value: Any) -> Any:
+            return inputs_with_whole_gradients(value, self._parameters, self.num_ranks)
+
+        return mapped(model.forward, args, kwargs, whole)
 
     def _share(self, model: nn.Module) -> None:
         """Bring the parameters and buffers of rank 0."""
@@ -196,7 +208,8 @@ class OpenGraph:
     ) -> Tensor:
         """Return the mean loss over all labelled nodes of the graph, the same number on every process.
 
-        Its backward pass gives each process its share of the gradient. Every process calls it, with nodes or without.
+        After its backward pass, parameters have the gradient of this mean; a penalty on parameters is added as on one
+        process. Every process calls it, with nodes or without.
 
         Args:
             loss: A loss of torch that takes ``reduction``, as a function or a module, or a function that returns the
@@ -229,7 +242,7 @@ class OpenGraph:
             )
         if not sums[1]:
             raise InputError("mean_loss: no node with a label counts on any process; look at mask and labels")
-        mean = local / float(sums[1])
+        mean = local * (self.num_ranks / float(sums[1]))  # gradients are averaged over the processes
         return mean + (float(sums[0] / sums[1]) - mean.detach())
 
     def mean(self, values: Tensor, mask: Tensor | None = None) -> float:

@@ -417,5 +417,5 @@ def _structure(model: nn.Module) -> tuple[object, ...]:
 def _options(module: nn.Module) -> str:
     """Return the attributes of a module as text; objects by their address."""
     options = {name: value for name, value in vars(module).items() if not name.startswith("_pygdist")}
-    options.pop("training")
+    options.pop("training", None)  # a module of torch.compile keeps it elsewhere
     return repr({name: value if isinstance(value, _PLAIN) else id(value) for name, value in options.items()})

@@ -16,7 +16,7 @@ import contextlib
 import functools
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -100,44 +100,91 @@ def distribute(model: nn.Module, *, backend: Backend, savings: Savings | None = 
         >>> model = distribute(GCN(16, 32, num_layers=2, out_channels=7), backend=CommBackend())
         >>> out = model(shard.x, shard.adjacency)  # one row per owned node
     """
-    if not isinstance(model, nn.Module):
-        raise InputError(f"distribute() takes a torch.nn.Module, got {type(model).__name__}")
-    if hasattr(model, _HOOK):
-        raise InputError(f"{type(model).__name__} is distributed already; call undistribute(model) first")
-    kept = backend.kept
-    for path, module in model.named_modules():
-        kept.names[module] = f"'{path}', {layer_name(module)}" if path else layer_name(module)
-        if getattr(type(module), BASE, None) is not None:
-            raise InputError(
-                f"'{path}' ({layer_name(module)}) belongs to a model that is distributed already; call "
-                "undistribute() on that model first"
-            )
+    _refuse_twice(model, backend)
     refused = refusals(model, backend)
     if refused:
         raise InputError(f"backend '{backend.name or type(backend).__name__}' cannot run " + "; ".join(refused))
-    savings = Savings() if savings is None else savings
+    kept, savings = backend.kept, Savings() if savings is None else savings
     if savings != backend.savings and any(getattr(type(layer), BASE, None) for layer in kept.layers):
         raise InputError("this backend runs another model with other savings; give each model a backend of its own")
     backend.savings = savings
     kept.uncompared = check
     kept.first_hop.forget()
     backend.forget_model(model)
-    layers = [one for one in model.modules() if isinstance(one, MessagePassing)]
-    inside = {one for layer in layers for one in layer.modules()}
-    of_edges = {one for layer in layers for one in modules_of_messages(layer) if isinstance(one, INSTANCE_NORMS)}
-    for module in list(model.modules()):
-        base = type(module)
-        if isinstance(module, MessagePassing):
-            forget_local_state(module)
-            kept.layers.add(module)
-        elif module in of_edges or (base in READOUTS and module in inside) or not _is_routed(base, backend):
-            continue
-        module.__class__ = _routed_class(backend, base)
+    _route(model, backend, list(model.modules()))
     model.__dict__[_HOOK] = (
         model.register_forward_pre_hook(_BeginForward(backend, check=check), with_kwargs=True),
         model.register_forward_hook(_EndForward(backend), always_call=True),  # also after an exception
     )
     return model
+
+
+def distribute_layers(model: nn.Module, *, backend: Backend, but: Collection[MessagePassing]) -> None:
+    """Reroute the PyG layers of ``model``, and what is inside of them, in place; nothing else of the model.
+
+    For a backend on one process that gives each layer the edges: other code of the model needs no change there.
+
+    Args:
+        model: Any module that contains PyG layers.
+        backend: Runs the layers; bound to a graph.
+        but: Layers that stay as they are, with all layers inside of them.
+
+    Raises:
+        InputError: As :func:`distribute`, if the model is distributed already.
+    """
+    _refuse_twice(model, backend)
+    left = {one for layer in but for one in layer.modules()}
+    layers = [one for one in model.modules() if isinstance(one, MessagePassing) and one not in left]
+    _route(model, backend, list(dict.fromkeys(one for layer in layers for one in layer.modules() if one not in left)))
+    model.__dict__[_HOOK] = ()
+
+
+def _refuse_twice(model: nn.Module, backend: Backend) -> None:
+    """Refuse a model that is distributed already, and what is no model; note the names of all others' modules."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"distribute() takes a torch.nn.Module, got {type(model).__name__}")
+    if hasattr(model, _HOOK):
+        raise InputError(f"{type(model).__name__} is distributed already; call undistribute(model) first")
+    for path, module in model.named_modules():
+        backend.kept.names[module] = f"'{path}', {layer_name(module)}" if path else layer_name(module)
+        if getattr(type(module), BASE, None) is not None:
+            raise InputError(
+                f"'{path}' ({layer_name(module)}) belongs to a model that is distributed already; call "
+                "undistribute() on that model first"
+            )
+
+
+def _route(model: nn.Module, backend: Backend, modules: list[nn.Module]) -> None:
+    """Give those of some modules that are layers, or look at all nodes or edges, a class that routes to ``backend``."""
+    layers = [one for one in model.modules() if isinstance(one, MessagePassing)]
+    inside = {one for layer in layers for one in layer.modules()}
+    of_edges = {one for layer in layers for one in modules_of_messages(layer) if isinstance(one, INSTANCE_NORMS)}
+    for module in modules:
+        base = type(module)
+        if isinstance(module, MessagePassing):
+            forget_local_state(module)
+            backend.kept.layers.add(module)
+        elif module in of_edges or (base in READOUTS and module in inside) or not _is_routed(base, backend):
+            continue
+        module.__class__ = _routed_class(backend, base)
+
+
+@contextlib.contextmanager
+def with_own_classes(layer: nn.Module) -> Iterator[None]:
+    """Let a layer, and all that is inside of it, run PyG's code for a while."""
+    routed = [(one, type(one)) for one in layer.modules() if getattr(type(one), BASE, None) is not None]
+    local = {one: vars(one).pop("propagate") for one, _ in routed if "propagate" in vars(one)}  # as explainers set it
+    for module, cls in routed:
+        module.__class__ = getattr(cls, BASE)
+        if module in local:
+            put_local_propagate_back(module)
+    try:
+        yield
+    finally:
+        for module, cls in routed:
+            module.__class__ = cls
+            if module in local:
+                vars(module)["propagate"] = local[module]
 
 
 def with_hooks(model: nn.Module, *hooks: RemovableHandle) -> nn.Module:

@@ -73,6 +73,11 @@ def refusals(model: nn.Module, backend: Backend) -> list[str]:
     return clauses
 
 
+def reason_against_layer(layer: MessagePassing, backend: Backend) -> str | None:
+    """Return the reason for which a layer cannot run on a backend; ``None`` if it can."""
+    return _reason(layer, backend, set())
+
+
 def _reason(module: nn.Module, backend: Backend, inside: set[nn.Module]) -> str | None:
     for cls in type(module).__mro__:
         if cls.__name__ in REFUSED_LAYERS and cls.__module__.startswith("torch_geometric."):

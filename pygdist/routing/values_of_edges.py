@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
+from torch_geometric.data import Data
 
 from pygdist.errors import InputError
 from pygdist.graph import Shard
@@ -29,7 +30,7 @@ def refuse_values_of_edges(model: nn.Module, shard: Shard, switch: str) -> None:
         InputError: On all ranks; the message names the tensor and ends with ``switch``.
     """
     num_edges, tables = shard.num_edges, shard.num_edges != shard.num_nodes  # else tables are more likely of nodes
-    held = next((name for name, one in _held_tensors(model, tables) if _is_of_edges(one, num_edges)), None)
+    held = values_of_edges_in(model, num_edges, tables=tables)
     if held is None:
         return
     alone = shard.num_parts == 1
@@ -42,6 +43,14 @@ def refuse_values_of_edges(model: nn.Module, shard: Shard, switch: str) -> None:
         f"which they were given, but {order}; put such values into the graph, as edge_attr or edge_weight{remedy} "
         f"({switch})"
     )
+
+
+def values_of_edges_in(model: nn.Module, num_edges: int, *, tables: bool = True) -> str | None:
+    """Return the name of a tensor with a value for each edge that a model holds, or its code reads by name, if any.
+
+    Embeddings are looked at if ``tables``.
+    """
+    return next((name for name, one in _held_tensors(model, tables) if _is_of_edges(one, num_edges)), None)
 
 
 def _held_tensors(model: nn.Module, tables: bool) -> Iterator[tuple[str, Any]]:
@@ -65,7 +74,15 @@ def _held_tensors(model: nn.Module, tables: bool) -> Iterator[tuple[str, Any]]:
 
 
 def _read_by_name(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the variables outside of a function that its code reads."""
+    """Yield the variables outside of a function that its code reads, and the tensors of a ``Data`` among them."""
+    for name, value in _variables(function):
+        if isinstance(value, Data):
+            yield from ((f"{name}.{key}", one) for key, one in value.items())
+        else:
+            yield name, value
+
+
+def _variables(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     for name in globals_of(function.__code__, "LOAD_GLOBAL"):
         yield name, function.__globals__.get(name)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch_geometric import EdgeIndex
 from torch_geometric.data import Data, HeteroData
-from torch_geometric.nn import GAE, GCN, GATConv, GCNConv
+from torch_geometric.explain import Explainer, GNNExplainer
+from torch_geometric.nn import (
+    GAE,
+    GCN,
+    MLP,
+    DirGNNConv,
+    GATConv,
+    GATv2Conv,
+    GCNConv,
+    GraphUNet,
+    MessagePassing,
+    SuperGATConv,
+    TransformerConv,
+)
+from torch_geometric.utils import to_torch_csr_tensor
 
 from pygdist import InputError, accelerate, undistribute
 from pygdist.testing import LAYERS, random_graph
@@ -65,9 +85,106 @@ class _WithWeights(nn.Module):
         return out
 
 
-def test_a_model_with_values_of_edges_of_its_own_is_refused(data: Data) -> None:
-    with pytest.raises(InputError, match="weight"):
-        accelerate(_WithWeights(data), data)(data.x, data.edge_index)
+class _OfGlobal(nn.Module):
+    """Reads the weights of the script's graph by name."""
+
+    def __init__(self, data: Data) -> None:
+        super().__init__()
+        self.conv = GCNConv(data.num_features, 4).double()
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.conv(x, edge_index, GLOBAL.edge_weight)
+        return out
+
+
+class _Layer(MessagePassing):
+    """A layer of the user's that reads values of edges by name, and keeps its messages."""
+
+    def __init__(self, *, reads: bool = False) -> None:
+        super().__init__(aggr="add")
+        self.reads = reads
+
+    def forward(self, x: Tensor, edge_index: Tensor, scale: Tensor | None = None) -> Tensor:
+        out: Tensor = self.propagate(edge_index, x=x, scale=scale)
+        return out
+
+    def message(self, x_i: Tensor, x_j: Tensor, scale: Tensor | None) -> Tensor:
+        self.difference = x_i - x_j
+        return self.difference if scale is None else self.difference * scale.view(-1, 1)
+
+
+class _Reading(_Layer):
+    def message(self, x_j: Tensor) -> Tensor:
+        return x_j * GLOBAL.edge_weight.view(-1, 1)
+
+
+class _Scores(nn.Module):
+    """Scores pairs of nodes, with a value for each pair."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = GCNConv(width, 4).double()
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_label_index: Tensor, factor: Tensor) -> Tensor:
+        z = self.conv(x, edge_index)
+        return factor * (z[edge_label_index[0]] * z[edge_label_index[1]]).sum(dim=1)
+
+
+GLOBAL = Data()
+
+
+def _compare(model: nn.Module, data: Data, *calls: tuple[Any, ...], atol: float = 1e-12) -> None:
+    """Compare the outputs of calls before and after ``accelerate``."""
+    expected = [model(*call) for call in calls]
+    accelerate(model, data)
+    for call, one in zip(calls, expected, strict=True):
+        found = model(*call)
+        assert found.shape == one.shape
+        assert torch.allclose(found, one, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("make", [_WithWeights, _OfGlobal, lambda _: _Reading()], ids=["held", "global", "in a layer"])
+def test_values_of_edges_that_only_the_model_knows(
+    make: Callable[[Data], nn.Module], data: Data, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "GLOBAL", data)
+    _compare(make(data), data, (data.x, data.edge_index))
+
+
+@pytest.mark.filterwarnings("ignore:accelerate. _Layer runs as in plain PyG")
+def test_values_of_edges_where_edges_are_as_many_as_nodes(data: Data) -> None:
+    data.edge_index = data.edge_index[:, : data.num_nodes]
+    _compare(_Layer(), data, (data.x, data.edge_index, torch.rand(data.num_nodes)))
+
+
+def test_as_many_pairs_as_edges_stay_in_their_order(data: Data) -> None:
+    """As ``RandomLinkSplit`` makes for an undirected graph: an edge of both directions, and a pair that is none."""
+    others = torch.randint(data.num_nodes, data.edge_index.shape)
+    shuffled = data.edge_index[:, torch.randperm(data.num_edges)]
+    factor = torch.rand(data.num_edges, dtype=torch.float64)
+    _compare(
+        _Scores(data.num_features), data, *((data.x, data.edge_index, one, factor) for one in (others, shuffled)),
+        (data.x, data.edge_index, data.edge_index, factor),
+    )  # fmt: skip
+
+
+def test_what_a_layer_keeps_is_in_the_callers_order(data: Data) -> None:
+    layer = _Layer()
+    layer(data.x, data.edge_index)
+    expected = layer.difference
+    accelerate(layer, data)(data.x, data.edge_index)
+    assert torch.equal(layer.difference, expected)
+
+
+@pytest.mark.parametrize("name", ["SAGEConv-mean", "SAGEConv-max", "GCNConv", "GATConv", "GINConv"])
+@pytest.mark.parametrize("sort_order", [None, "row", "col"])
+def test_edges_as_an_edge_index_of_pyg(name: str, sort_order: str | None, data: Data) -> None:
+    model, rows = build(name, 5, 3), data.num_nodes
+    expected = model(data.x, data.edge_index)
+    edges = EdgeIndex(data.edge_index, sparse_size=(rows, rows))
+    data.edge_index = edges if sort_order is None else edges.sort_by(sort_order).values
+    found = accelerate(model, data)(data.x, data.edge_index)
+    assert torch.allclose(found, expected, rtol=0, atol=1e-12)
 
 
 class _OfData(nn.Module):
@@ -97,19 +214,17 @@ def test_attention_comes_back_in_the_callers_order(data: Data) -> None:
     assert torch.allclose(found_alpha, alpha, rtol=0, atol=1e-12)
 
 
-def test_attention_with_loops_stays_beside_its_edges(data: Data) -> None:
-    layer = GATConv(data.num_features, 4).double()
-
-    def by_edge() -> dict[tuple[int, int], list[float]]:
-        edges, alpha = layer(data.x, data.edge_index, return_attention_weights=True)[1]
-        found: dict[tuple[int, int], list[float]] = {}
-        for source, target, value in zip(*edges.tolist(), alpha[:, 0].tolist(), strict=True):
-            found.setdefault((source, target), []).append(round(value, 12))
-        return {edge: sorted(values) for edge, values in found.items()}
-
-    expected = by_edge()
-    accelerate(layer, data)
-    assert by_edge() == expected
+@pytest.mark.parametrize("layer", [GATConv, GATv2Conv, TransformerConv])
+def test_attention_with_loops_comes_back_in_the_order_of_pyg(layer: type[MessagePassing], data: Data) -> None:
+    for graph in (data, _ordered(data, data.edge_index[1].argsort(stable=True))):
+        one: Any = layer(graph.num_features, 4, heads=2).double()
+        expected, (edges, alpha) = one(graph.x, graph.edge_index, return_attention_weights=True)
+        accelerate(one, graph)
+        found, (found_edges, found_alpha) = one(graph.x, graph.edge_index, return_attention_weights=True)
+        assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+        assert torch.equal(found_edges, edges)
+        assert type(found_edges) is Tensor
+        assert torch.allclose(found_alpha, alpha, rtol=0, atol=1e-12)
 
 
 def test_values_of_edges_that_are_learned(data: Data) -> None:
@@ -165,22 +280,138 @@ def test_it_is_undone(data: Data) -> None:
     assert model(data.x, few).shape == (data.num_nodes, 3)
 
 
-def test_other_edges_are_refused(data: Data) -> None:
-    model = accelerate(GCN(data.num_features, 3, num_layers=1).double(), data)
-    model(data.x, data.edge_index.clone())
-    with pytest.raises(InputError, match=r"accelerated for a graph of \d+ edges, and is called with other edges"):
-        model(data.x, data.edge_index[:, :7])
+def test_layers_on_other_edges_run_as_in_pyg(data: Data) -> None:
+    few = data.subgraph(torch.arange(data.num_nodes // 2))
+    turned = data.edge_index.flip(0)
+    calls = [(data.x, data.edge_index), (data.x, data.edge_index.clone()), (data.x, data.edge_index[:, :7])]
+    calls += [(data.x, turned), (few.x, few.edge_index)]
+    with pytest.warns(UserWarning, match="GCNConv runs as in plain PyG, no faster, where its edges are not") as told:
+        _compare(GCN(data.num_features, 3, num_layers=2).double(), data, *calls)
+    assert len(told) == 1
 
 
-def test_edges_that_change_after_the_call_are_refused(data: Data) -> None:
+@pytest.mark.filterwarnings("ignore:GCNConv runs as in plain PyG")
+def test_a_layer_that_caches_its_edges_is_pygs_or_refused(data: Data) -> None:
+    layer = GCNConv(data.num_features, 3, cached=True).double()
+    twin = copy.deepcopy(layer)
+    accelerate(layer, data)
+    for edges in (data.edge_index[:, :7], data.edge_index):  # PyG keeps the first
+        assert torch.equal(layer(data.x, edges), twin(data.x, edges))
+    undistribute(layer)
+    twin.reset_parameters()
+    twin.load_state_dict(layer.state_dict())
+    accelerate(layer, data)
+    assert torch.allclose(layer(data.x, data.edge_index), twin(data.x, data.edge_index), rtol=0, atol=1e-12)
+    with pytest.raises(InputError, match=r"GCNConv has cached=True and ran on data.edge_index; for other edges PyG"):
+        layer(data.x, data.edge_index[:, :7])
+
+
+def test_a_sparse_adjacency_runs_as_in_pyg(data: Data) -> None:
+    adjacency = to_torch_csr_tensor(data.edge_index.flip(0), size=(data.num_nodes, data.num_nodes)).double()
+    with pytest.warns(UserWarning, match=r"call the model with data.edge_index, not with a sparse adjacency"):
+        _compare(GCN(data.num_features, 3, num_layers=2).double(), data, (data.x, adjacency))
+
+
+@pytest.mark.filterwarnings("ignore:GCNConv runs as in plain PyG")
+def test_edges_that_change_after_the_call(data: Data) -> None:
+    model = GCN(data.num_features, 3, num_layers=1).double()
+    twin = copy.deepcopy(model)
+    accelerate(model, data)
+    model(data.x, data.edge_index)
+    for change in range(2):
+        if change:
+            data.edge_index = data.edge_index[:, :7]
+        else:
+            data.edge_index[0, 0] = 1 - data.edge_index[0, 0].clamp(max=1)
+        found = model(data.x, data.edge_index)
+        assert torch.allclose(found, twin(data.x, data.edge_index), rtol=0, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:accelerate. SuperGATConv runs as in plain PyG, no faster")
+@pytest.mark.filterwarnings("ignore:GCNConv runs as in plain PyG")
+@pytest.mark.parametrize("make", [
+    lambda width: SuperGATConv(width, 3),
+    lambda width: DirGNNConv(GCNConv(width, 3)),
+    lambda width: GraphUNet(width, 4, 3, depth=2),
+    lambda width: nn.ModuleList([MLP([width, 4]), GCNConv(4, 3)]),
+], ids=["SuperGATConv", "DirGNNConv", "GraphUNet", "statistics"])  # fmt: skip
+def test_what_cannot_be_distributed_runs_on_one_process(make: Callable[[int], nn.Module], data: Data) -> None:
+    model = make(data.num_features).double().eval()
+    if isinstance(model, nn.ModuleList):
+        model = _Whitened(*model)
+    _compare(model, data, (data.x, data.edge_index))
+
+
+class _Whitened(nn.Module):
+    def __init__(self, mlp: nn.Module, conv: nn.Module) -> None:
+        super().__init__()
+        self.mlp, self.conv = mlp, conv
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        h = self.mlp((x - x.mean(dim=0)) / (x.std(dim=0) + 1))
+        out: Tensor = self.conv(h, edge_index)
+        return out
+
+
+def test_copies_and_pickles_of_a_model(data: Data) -> None:
+    model = accelerate(GCN(data.num_features, 3, num_layers=2).double(), data)
+    expected = model(data.x, data.edge_index)
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(data.x, data.edge_index), expected)
+    with torch.no_grad():
+        next(model.parameters()).mul_(2)
+    assert torch.equal(twin(data.x, data.edge_index), expected)
+    file = io.BytesIO()
+    torch.save(twin, file)
+    size = file.getbuffer().nbytes
+    assert size < 50_000, "the graph travels with the model"
+    file.seek(0)
+    assert torch.equal(torch.load(file, weights_only=False)(data.x, data.edge_index), expected)
+
+
+def test_a_model_of_another_process_runs_as_in_pyg(data: Data, tmp_path: Path) -> None:
     model = accelerate(GCN(data.num_features, 3, num_layers=1).double(), data)
-    data.edge_index = data.edge_index[:, :7]
-    with pytest.raises(InputError, match="is called with other edges"):
-        model(data.x, data.edge_index)
-    other = accelerate(GCN(data.num_features, 3, num_layers=1).double(), data)
-    data.edge_index[0, 0] += 1
-    with pytest.raises(InputError, match="was changed in place"):
-        other(data.x, data.edge_index)
+    torch.save((model, data, model(data.x, data.edge_index).detach()), tmp_path / "model.pt")
+    code = (
+        "import sys, torch; model, data, expected = torch.load(sys.argv[1], weights_only=False); "
+        "print(torch.allclose(model(data.x, data.edge_index), expected, rtol=0, atol=1e-12))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "model.pt")], capture_output=True, text=True)
+    assert done.stdout.strip() == "True", done.stderr
+
+
+def test_explanations_are_those_of_pyg(data: Data) -> None:
+    model = GCN(data.num_features, 3, num_layers=2).double().eval()
+
+    def weights() -> Tensor:
+        torch.manual_seed(0)
+        explainer = Explainer(
+            model, algorithm=GNNExplainer(epochs=3), explanation_type="model", edge_mask_type="object",
+            model_config={"mode": "multiclass_classification", "task_level": "node", "return_type": "raw"},
+        )  # fmt: skip
+        mask: Tensor = explainer(data.x, data.edge_index, index=0).edge_mask
+        return mask
+
+    expected = weights()
+    accelerate(model, data)
+    assert torch.allclose(weights(), expected, atol=1e-6)
+
+
+def test_hooks_on_messages_see_them_in_the_callers_order(data: Data) -> None:
+    layer, seen = GCNConv(data.num_features, 3).double(), list[Tensor]()
+    layer.register_message_forward_hook(lambda _, __, out: seen.append(out.detach()))
+    layer(data.x, data.edge_index)
+    accelerate(layer, data)(data.x, data.edge_index)
+    assert torch.equal(*seen)
+
+
+def test_hops_past_a_layers_forward(data: Data) -> None:
+    layer = _Layer()
+    few = data.subgraph(torch.arange(data.num_nodes // 2))
+    expected = [layer.propagate(one.edge_index, x=one.x, scale=None) for one in (data, few)]
+    accelerate(layer, data)
+    for one, rows in zip((data, few), expected, strict=True):
+        assert torch.allclose(layer.propagate(one.edge_index, x=one.x, scale=None), rows, rtol=0, atol=1e-12)
 
 
 def test_a_part_of_a_model(data: Data) -> None:
@@ -204,6 +435,23 @@ def test_what_is_no_graph_is_refused(graph: object) -> None:
     with pytest.raises(InputError, match=r"takes a torch_geometric.data.Data with an edge_index"):
         accelerate(model, graph)  # type: ignore[arg-type]
     assert not model._forward_pre_hooks
+
+
+def test_a_graph_with_adj_t_alone_is_refused_by_name() -> None:
+    graph = Data(x=torch.ones(3, 2), adj_t=torch.eye(3).to_sparse_csr())
+    with pytest.raises(InputError, match=r"data has adj_t and no edge_index; make data without ToSparseTensor"):
+        accelerate(GCN(2, 3, num_layers=1), graph)
+
+
+def test_pythons_random_numbers_are_left_alone() -> None:
+    code = (
+        "import random, torch, pygdist; from torch_geometric.data import Data; from torch_geometric.nn import GCN; "
+        "random.seed(0); expected = random.random(); random.seed(0); data = Data(x=torch.ones(3, 2), "
+        "edge_index=torch.tensor([[0, 1], [1, 2]])); model = pygdist.accelerate(GCN(2, 3, num_layers=1), data); "
+        "model(data.x, data.edge_index); print(random.random() == expected)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"
 
 
 def test_lightning_is_not_imported() -> None:

@@ -184,11 +184,59 @@ def _asked(rank: int, num_ranks: int, folder: str) -> list[bool]:
     loss = graph.mean_loss(F.cross_entropy, model(graph.x, graph.edge_index), graph.y)
     (mine,) = torch.autograd.grad(loss, weight)
     graph._communicator.reduce_in_place(mine, "test")
-    return [torch.equal(weight.grad, before), torch.allclose(mine, before, rtol=0, atol=1e-12)]
+    return [torch.equal(weight.grad, before), torch.allclose(mine / num_ranks, before, rtol=0, atol=1e-12)]
 
 
-def test_gradients_that_are_asked_for_are_this_processs_share(pool: RankPool, tmp_path: Path) -> None:
+def _penalised(model: nn.Module, loss: Tensor) -> Tensor:
+    return loss + 0.1 * sum(one.square().sum() for one in model.parameters())
+
+
+def _with_penalty(rank: int, num_ranks: int, folder: str) -> list[Tensor]:
+    graph = open_graph(_graph, cache_dir=folder)
+    torch.manual_seed(0)
+    encoder = graph.distribute(GCN(12, 8, num_layers=1).double())
+    decoder = graph.distribute(GCN(8, 4, num_layers=1).double())
+    noise = torch.zeros_like(graph.x).requires_grad_()
+    z = encoder(graph.x + noise, graph.edge_index)
+    loss = graph.mean_loss(F.cross_entropy, decoder(z.relu(), graph.edge_index), graph.y, graph.train_mask)
+    _penalised(decoder, _penalised(encoder, loss)).backward()
+    gradients = [one.grad for model in (encoder, decoder) for one in model.parameters()]
+    return [loss.detach(), graph.n_id, noise.grad, *gradients]
+
+
+def test_penalties_count_once_and_inputs_get_the_gradient_of_the_mean(pool: RankPool, tmp_path: Path) -> None:
+    data = _graph()
+    torch.manual_seed(0)
+    encoder, decoder = GCN(12, 8, num_layers=1).double(), GCN(8, 4, num_layers=1).double()
+    noise = torch.zeros_like(data.x).requires_grad_()
+    out = decoder(encoder(data.x + noise, data.edge_index).relu(), data.edge_index)
+    loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
+    _penalised(decoder, _penalised(encoder, loss)).backward()
+    expected = [one.grad for model in (encoder, decoder) for one in model.parameters()]
+    for mean, n_id, of_noise, *gradients in pool.run(_with_penalty, 3, str(tmp_path)):
+        torch.testing.assert_close([mean, of_noise], [loss.detach(), noise.grad[n_id]], rtol=0, atol=1e-12)
+        torch.testing.assert_close(gradients, expected, rtol=0, atol=1e-12)
+
+
+def test_gradients_that_are_asked_for_average_to_those_of_the_mean(pool: RankPool, tmp_path: Path) -> None:
     assert pool.run(_asked, 3, str(tmp_path)) == [[True, True]] * 3
+
+
+def _compiled(rank: int, num_ranks: int, folder: str) -> float:
+    graph = open_graph(_graph, cache_dir=folder)
+    torch.manual_seed(7)
+    model = graph.distribute(torch.compile(GCN(12, 4, num_layers=2).double(), backend="eager"))
+    loss = graph.mean_loss(F.cross_entropy, model(graph.x, graph.edge_index), graph.y, graph.train_mask)
+    loss.backward()
+    return float(loss)
+
+
+def test_a_model_that_was_compiled_before(pool: RankPool, tmp_path: Path) -> None:
+    data = _graph()
+    torch.manual_seed(7)
+    out = GCN(12, 4, num_layers=2).double()(data.x, data.edge_index)[data.train_mask]
+    expected = float(F.cross_entropy(out, data.y[data.train_mask]))
+    assert pool.run(_compiled, 2, str(tmp_path)) == pytest.approx([expected] * 2, rel=1e-12)
 
 
 def _losses(rank: int, num_ranks: int, folder: str) -> list[float]:

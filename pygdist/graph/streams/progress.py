@@ -7,12 +7,10 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.progress import BarColumn, ProgressColumn, Task, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bars
-from rich.text import Text
-from typing_extensions import override
+if TYPE_CHECKING:
+    from rich.console import Console
 
 log = logging.getLogger(__name__)
 
@@ -34,19 +32,16 @@ class Progress:
     """
 
     def __init__(self, console: Console | None = None) -> None:
+        from pygdist.graph.streams.bars import standard_error  # rich draws random numbers when it is imported
+
         self.stage = ""
-        self._console = console or Console(stderr=True)
+        self._console = console or standard_error()
 
     def watch(self, total: int, unit: str) -> AbstractContextManager[Advance]:
         """Show one pass over ``total`` items."""
-        return (self._bar if self._console.is_terminal else self._lines)(total, unit)
+        from pygdist.graph.streams.bars import bar
 
-    @contextlib.contextmanager
-    def _bar(self, total: int, unit: str) -> Iterator[Advance]:
-        columns = (TextColumn("{task.description}"), BarColumn(), _Rate(unit), TimeRemainingColumn())
-        with Bars(*columns, console=self._console) as bars:
-            task = bars.add_task(self.stage, total=total)
-            yield lambda done: bars.advance(task, done)
+        return bar(self._console, self.stage, total, unit) if self._console.is_terminal else self._lines(total, unit)
 
     @contextlib.contextmanager
     def _lines(self, total: int, unit: str) -> Iterator[Advance]:
@@ -81,14 +76,3 @@ def enter_stage(progress: Progress | None, stage: str) -> None:
     """Name the following passes, if there is a ``progress``."""
     if progress is not None:
         progress.stage = stage
-
-
-class _Rate(ProgressColumn):
-    def __init__(self, unit: str) -> None:
-        super().__init__()
-        self._unit = unit
-
-    @override
-    def render(self, task: Task) -> Text:
-        speed = task.finished_speed or task.speed
-        return Text("" if speed is None else f"{speed / 1e6:.1f} million {self._unit}/s", style="progress.data.speed")
