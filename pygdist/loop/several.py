@@ -17,7 +17,7 @@ from torch_geometric.data import Data
 
 from pygdist.backends import Backend, resolve_backend
 from pygdist.backends.base import names_of
-from pygdist.comm import Communicator
+from pygdist.comm import Communicator, NodeDirectory
 from pygdist.comm.alike import require_alike
 from pygdist.comm.launched import check_alone, is_first_of_machine, join, new_group, number_on_machine, own_device
 from pygdist.errors import InputError
@@ -122,6 +122,7 @@ class OpenGraph:
     ) -> None:
         self._shard, self._backend, self._communicator, self._joined = shard, backend, communicator, joined
         self._scaled = False  # a loss was made by mean_loss
+        self._directory: NodeDirectory | None = None
         self._parameters: list[nn.Parameter] = []  # of all models that were distributed
         self._left_out = left_out  # tensors of nodes that the graph has, and the parts have not
         self.x, self.edge_index, self.y = shard.x, shard.adjacency, shard.y
@@ -261,6 +262,48 @@ class OpenGraph:
         if not sums[1]:
             raise InputError("mean: the mask has no node on any process")
         return float(sums[0] / sums[1])
+
+    def rows(self, rows: Tensor, ids: Tensor) -> Tensor:
+        """Return the rows of any nodes of the graph, such as the ends of pairs to score; every process calls it.
+
+        Differentiable. Each process may ask for other nodes, and for none.
+
+        Args:
+            rows: A row for each of this process's nodes, ``(n, ...)``, such as the model's output.
+            ids: Numbers of nodes in the graph, int64 of any shape.
+
+        Returns:
+            The rows, ``(*ids.shape, ...)``.
+
+        Raises:
+            InputError: On all processes, if an id is no node of the graph, or ``rows`` are not those of its nodes.
+
+        Example:
+            >>> z = model(graph.x, graph.edge_index)
+            >>> scores = (graph.rows(z, pairs[0]) * graph.rows(z, pairs[1])).sum(dim=1)
+            >>> loss = graph.mean_loss(F.binary_cross_entropy_with_logits, scores, labels)
+        """
+        self._communicator.move("in graph.rows")
+        self._communicator.agree(self._wrong_rows(rows, ids))
+        wanted = ids.reshape(-1)
+        if self.num_ranks == 1:
+            found = rows.index_select(0, wanted)
+        else:
+            if self._directory is None:
+                self._directory = NodeDirectory(self.n_id, self.num_nodes, self._communicator)
+            plan, position = self._directory.plan(wanted.to(self._directory.device))
+            fetched = self._communicator.exchange_rows(rows, plan, label="rows of any nodes")
+            found = torch.cat([rows, fetched]).index_select(0, position)
+        return found.view(*ids.shape, *rows.shape[1:])
+
+    def _wrong_rows(self, rows: Tensor, ids: Tensor) -> str | None:
+        if rows.size(0) != len(self.n_id):
+            return f"rows: {rows.size(0)} rows, but this process has {len(self.n_id)} nodes"
+        if ids.dtype != torch.int64:
+            return f"rows: ids of {ids.dtype}, expected int64"
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.num_nodes:
+            return f"rows: ids from {int(ids.min())} to {int(ids.max())}, but the graph has {self.num_nodes} nodes"
+        return None
 
     def gather(self, rows: Tensor) -> Tensor | None:
         """Return the rows of all nodes in the order of the graph, on the first process's host; ``None`` on the others.

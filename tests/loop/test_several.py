@@ -222,6 +222,47 @@ def test_gradients_that_are_asked_for_average_to_those_of_the_mean(pool: RankPoo
     assert pool.run(_asked, 3, str(tmp_path)) == [[True, True]] * 3
 
 
+def _pairs() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return torch.randint(160, (2, 90), generator=generator), torch.rand(90, generator=generator).round().double()
+
+
+def _links(rank: int, num_ranks: int, folder: str, whole: bool) -> list[Any]:
+    graph = open_graph(_graph, cache_dir=folder)
+    torch.manual_seed(7)
+    model = graph.distribute(GCN(12, 8, num_layers=2).double())
+    pairs, labels = _pairs()
+    share = slice(None) if whole else slice(0 if rank else 30, 30 if rank == 1 else 0 if rank else None)
+    z, mine = model(graph.x, graph.edge_index), pairs[:, share]
+    source, target = graph.rows(z, mine)
+    loss = graph.mean_loss(F.binary_cross_entropy_with_logits, (source * target).sum(dim=1), labels[share])
+    loss.backward()
+    wrong = []
+    for rows, ids in ((z, mine + 160 * (rank == 1)), (z[1:], mine), (z, mine.int())):
+        try:
+            graph.rows(rows, ids)
+        except InputError as error:
+            wrong.append(str(error))
+    return [loss.detach(), [one.grad for one in model.parameters()], wrong]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_pairs_of_nodes_are_scored_as_on_one_process(whole: bool, pool: RankPool, tmp_path: Path) -> None:
+    data, (pairs, labels) = _graph(), _pairs()
+    torch.manual_seed(7)
+    model = GCN(12, 8, num_layers=2).double()
+    z = model(data.x, data.edge_index)
+    loss = F.binary_cross_entropy_with_logits((z[pairs[0]] * z[pairs[1]]).sum(dim=1), labels)
+    loss.backward()
+    for mean, gradients, wrong in pool.run(_links, 3, str(tmp_path), whole):
+        torch.testing.assert_close(mean, loss.detach(), rtol=0, atol=1e-12)
+        torch.testing.assert_close(gradients, [one.grad for one in model.parameters()], rtol=0, atol=1e-12)
+        ids, rows, kind = wrong
+        assert "but the graph has 160 nodes" in ids
+        assert "rows, but this process has" in rows
+        assert "ids of torch.int32, expected int64" in kind
+
+
 def _compiled(rank: int, num_ranks: int, folder: str) -> float:
     graph = open_graph(_graph, cache_dir=folder)
     torch.manual_seed(7)
