@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    import rich.console
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Progress:
         stage: Name of the following passes, shown in front of them.
     """
 
-    def __init__(self, console: Console | None = None) -> None:
+    def __init__(self, console: rich.console.Console | None = None) -> None:
         from pygdist.graph.streams.bars import standard_error  # rich draws random numbers when it is imported
 
         self.stage = ""
