@@ -74,12 +74,21 @@ def _held_tensors(model: nn.Module, tables: bool) -> Iterator[tuple[str, Any]]:
 
 
 def _read_by_name(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the variables outside of a function that its code reads, and the tensors of a ``Data`` among them."""
+    """Yield the variables outside of a function that its code reads; of a ``Data`` among them, what is named there."""
     for name, value in _variables(function):
         if isinstance(value, Data):
-            yield from ((f"{name}.{key}", one) for key, one in value.items())
+            named = set(_names(function.__code__))
+            yield from ((f"{name}.{key}", one) for key, one in value.items() if key in named)
         else:
             yield name, value
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Yield the names of attributes and global variables in a function's code, and in that of functions within."""
+    yield from code.co_names
+    for one in code.co_consts:
+        if isinstance(one, types.CodeType):
+            yield from _names(one)
 
 
 def _variables(function: types.FunctionType) -> Iterator[tuple[str, Any]]:

@@ -22,6 +22,7 @@ from pygdist.testing import RankPool, random_graph
 
 _EDGES = random_graph("directed")[0].num_edges
 WEIGHTS = torch.rand(_EDGES, dtype=torch.float64)
+GRAPH = Data(edge_weight=WEIGHTS, x=torch.ones(3, 1), edge_index=torch.zeros(2, 1, dtype=torch.int64))
 
 
 class Net(nn.Module):
@@ -108,6 +109,18 @@ class Global(Net):
         return (lambda: WEIGHTS)()
 
 
+class OfGraph(Net):
+    def weight(self, edge_index: Tensor) -> Tensor:
+        return (lambda: GRAPH.edge_weight)()
+
+
+class SizeOfGraph(Net):
+    """Reads no value of an edge."""
+
+    def weight(self, edge_index: Tensor) -> None:
+        assert GRAPH.num_nodes == 3
+
+
 class Function(Net):
     def hold(self, values: Tensor) -> None:
         self.function = lambda: values
@@ -118,7 +131,8 @@ class Function(Net):
 
 HELD: dict[str, type[Net]] = {
     "values": Parameter, "inner.values": Buffer, "of edges": Attribute, "mask": Mask, "table.weight": Table,
-    "lists.0": Listed, "heads": Heads, "WEIGHTS": Global, "function": Function,
+    "lists.0": Listed, "heads": Heads, "WEIGHTS": Global, "GRAPH.edge_weight": OfGraph,
+    "function": Function,
 }  # fmt: skip
 
 
@@ -150,6 +164,9 @@ def _refused(rank: int, world_size: int, folder: str) -> dict[str, str]:
         with pytest.raises(InputError) as caught:
             model(shard.x, shard.adjacency)
         said[name] = str(caught.value)
+    backend = resolve_backend("comm")
+    backend.bind(shard, communicator)
+    distribute(_model(SizeOfGraph, shard.num_edges), backend=backend)(shard.x, shard.adjacency)
     return said
 
 
