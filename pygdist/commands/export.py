@@ -32,6 +32,8 @@ def export(checkpoint: str | Path, out: str | Path) -> dict[str, Tensor]:
     out = Path(out)
     if out.suffix not in (".pt", ".pth", ".safetensors"):
         raise InputError(f"{out}: unknown format '{out.suffix}'; end the name in .pt or .safetensors")
+    if out.exists() and not out.is_file():
+        raise InputError(f"{out}: is no file, and would be replaced by one; name a file")
     state = checkpoints.read(checkpoint)["state_dict"]
     model = {name.removeprefix(_PREFIX): value for name, value in state.items() if name.startswith(_PREFIX)}
     if not model:

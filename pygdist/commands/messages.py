@@ -25,7 +25,7 @@ from pygdist.bounded_yaml import LOADER, check_yaml, read_text, read_yaml
 from pygdist.errors import InputError, did_you_mean
 
 _LONGEST_PATH = 4000  # of Linux
-_UNKNOWN = re.compile(r"^unknown option (--[\w.-]+)")
+_UNKNOWN = re.compile(r"^(?:unknown option |option '(?=\S+' is not accepted$))(--)?([\w.-]+)")
 _KEY = re.compile(r'^Parser key "([^"]+)":\s*(.*)$')
 _NESTED = re.compile(r"^--(\S+): --(\S+?)(:| is required)")
 _EXPECTED = re.compile(r"^Expected an? (.+?)(?:\. Got value: (.*))?$")
@@ -79,7 +79,8 @@ class Parser(jsonargparse.ArgumentParser):
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         text = shorten(message)
         if unknown := _UNKNOWN.match(text):
-            text += did_you_mean(unknown[1], _options_in(self))
+            dashes = unknown[1] or ""  # a key of a file has none
+            text += did_you_mean(f"{dashes}{unknown[2]}", (dashes + one.lstrip("-") for one in _options_in(self)))
         raise InputError(text) from ex
 
 

@@ -425,7 +425,7 @@ class GraphCLI(LightningCLI):
             raise InputError("--trainer.limit_predict_batches=0 leaves no predictions to write; leave it out")
         path = Path(self._get(self.config_init, "predictions").path)
         folder = next(parent for parent in path.absolute().parents if parent.exists())
-        if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        if (path.exists() and not path.is_file()) or not folder.is_dir() or not os.access(folder, os.W_OK):
             raise InputError(f"--predictions.path: {path} cannot be written; name a file in a writable folder")
 
     def predict(self, **arguments: Any) -> None:

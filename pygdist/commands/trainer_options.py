@@ -120,8 +120,13 @@ def accelerator_of(config: Mapping[str, Any], num_nodes: int, num_gpus: int) -> 
         config: Options of the trainer.
         num_nodes: Hosts.
         num_gpus: GPUs of this host.
+
+    Raises:
+        InputError: If all GPUs are asked for, and there are none.
     """
     devices = str(config.get("devices"))
+    if devices == "-1" and (config.get("accelerator") == "cpu" or not num_gpus):
+        raise InputError("--trainer.devices is -1, which means all GPUs; on CPUs give the number of processes")
     if config.get("accelerator") != "auto" or num_nodes != 1 or not devices.isdecimal():
         return config.get("accelerator")
     if not 0 < num_gpus < int(devices):
@@ -139,5 +144,7 @@ def _check_devices(devices: Any) -> None:
     numbers = devices if isinstance(devices, list) else str(devices).split(",")
     texts = [str(number).strip() for number in numbers if str(number).strip()]
     fit = [text.removeprefix("-").isdecimal() and len(text) < 10 for text in texts]
+    if texts in (["0"], ["-0"]) and not isinstance(devices, list):
+        raise InputError("--trainer.devices is 0, expected at least 1")
     if devices not in (None, "auto") and not (fit and all(fit)):
         raise InputError(f"--trainer.devices: {str(devices)[:40]!r}, expected a number of devices, such as 2, or auto")

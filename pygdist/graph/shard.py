@@ -144,6 +144,14 @@ class Shard:
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     @property
+    def edge_index(self) -> Tensor:
+        """Raise an ``AttributeError`` that names :attr:`adjacency`, whose ids are local."""
+        raise AttributeError(
+            "a part has no edge_index: give a distributed model shard.adjacency, or in a module of pygdist's call "
+            "self(shard)"
+        )
+
+    @property
     def num_halo(self) -> int:
         """Number of other ranks' rows that one hop reads."""
         return self.n_id.numel() - self.num_owned

@@ -92,6 +92,7 @@ class GraphModule(OfLightning, pl.LightningModule):
         self.lr, self.weight_decay = lr, weight_decay
         self.savings, self.exact_evaluation, self.check = savings, exact_evaluation, check
         self.detect_nan = detect_nan
+        self._is_share = False  # the loss of this step, of the mean over all ranks
         self._bound: Shard | None = None  # what the backend is bound to
         self._evaluation: WholeGraphEvaluation | None = None  # in progress, if the backend does not evaluate
         self._kept_evaluation: WholeGraphEvaluation | None = None  # used again by the next
@@ -369,6 +370,16 @@ class GraphModule(OfLightning, pl.LightningModule):
         return total if late is None else total + late
 
     @override
+    def on_before_backward(self, loss: Tensor) -> None:
+        if not self._is_share and self.trainer.world_size > 1:
+            raise InputError(
+                f"{type(self).__name__}.training_step returns a loss of this process's nodes alone, and the mean over "
+                "processes is not the mean over nodes: for another loss override node_losses, or add a term to "
+                "super().training_step(batch, batch_idx)"
+            )
+        self._is_share = False
+
+    @override
     def on_after_backward(self) -> None:
         self.backend.end_backward()
         for parameter in self.backend.not_trained(self.parameters()):
@@ -379,6 +390,7 @@ class GraphModule(OfLightning, pl.LightningModule):
 
         ``sample`` is its empty mini-batch, if batches are sampled across ranks.
         """
+        self._is_share = True
         # it depends on every parameter, as DDP sends all gradients in each step
         terms = [parameter.sum() * 0 for parameter in self.parameters() if parameter.requires_grad]
         if sample is not None and self.backend.runs_idle and "edge_index" in sample:
@@ -393,6 +405,7 @@ class GraphModule(OfLightning, pl.LightningModule):
 
         With weights, numbers are sums of weights.
         """
+        self._is_share = True
         strategy = self.trainer.strategy
         if isinstance(strategy, GraphDDPStrategy):
             return total * strategy.loss_scale(count, count_here)

@@ -7,7 +7,7 @@ loss, and a term that is the same on all ranks, such as a penalty on parameters,
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency
+from pygdist.hops.arguments import mapped
 
 _ROUNDINGS = 64  # within which parameters count as equal
 _UNSCALED = (
@@ -135,15 +136,31 @@ class _Whole(torch.autograd.Function):
         return gradient / ctx.num_ranks, None
 
 
-def inputs_with_whole_gradients(value: Any, parameters: Collection[Tensor], num_ranks: int) -> Any:
-    """Return an input of a model that gets the gradient of the whole loss, unless it comes of ``parameters``.
+class WholeInputs:
+    """Forward pre-hook: inputs of the caller's own, such as noise on the features, get the gradient of the whole loss.
 
-    For an input of the caller's own, such as a perturbation of the features.
+    Args:
+        num_ranks: Number of ranks.
+
+    Attributes:
+        parameters: Those of all distributed models: what was computed from these is no input of the caller's own.
     """
-    wants = isinstance(value, Tensor) and value.requires_grad and not isinstance(value, Adjacency)
-    if not wants or _comes_of(value, {id(one) for one in parameters}):
-        return value
-    return _Whole.apply(value, num_ranks)  # type: ignore[no-untyped-call]
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks, self.parameters = num_ranks, list[nn.Parameter]()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WholeInputs:
+        return self  # a copy of a model has parameters of its own
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the arguments of a call."""
+        return mapped(model.forward, args, kwargs, self._whole)
+
+    def _whole(self, _: str, value: Any) -> Any:
+        wants = isinstance(value, Tensor) and value.requires_grad and not isinstance(value, Adjacency)
+        if not wants or _comes_of(value, {id(one) for one in self.parameters}):
+            return value
+        return _Whole.apply(value, self._num_ranks)  # type: ignore[no-untyped-call]
 
 
 def _comes_of(value: Tensor, parameters: set[int]) -> bool:

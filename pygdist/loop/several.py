@@ -24,8 +24,7 @@ from pygdist.errors import InputError
 from pygdist.graph import Shard, load_graph, prepare, read_meta
 from pygdist.graph.check import EDGE_FIELDS, MASKS
 from pygdist.graph.sources.prepare import tell
-from pygdist.hops.arguments import mapped
-from pygdist.loop.gradients import AveragedGradients, inputs_with_whole_gradients
+from pygdist.loop.gradients import AveragedGradients, WholeInputs
 from pygdist.loop.mistakes import tell_in_one_line
 from pygdist.memory.limits import told
 from pygdist.nn.inputs import fill_in_sizes
@@ -34,6 +33,7 @@ from pygdist.partition import Partitioner
 from pygdist.partition.run import CACHE, cached_store
 from pygdist.routing.agreement import agree_on_parts, options_of_backend, options_of_model
 from pygdist.routing.distribute import distribute, with_hooks
+from pygdist.routing.refusals import refuse_layers
 
 _WHOLE_GRAPH = " (for sizes of the whole graph: graph.num_nodes, graph.num_classes; graph.data has this process's part)"
 _OPTIONS, _NO_CLASS = ("weight", "ignore_index"), -100  # of a loss of torch, that its mean depends on
@@ -123,7 +123,7 @@ class OpenGraph:
         self._shard, self._backend, self._communicator, self._joined = shard, backend, communicator, joined
         self._scaled = False  # a loss was made by mean_loss
         self._directory: NodeDirectory | None = None
-        self._parameters: list[nn.Parameter] = []  # of all models that were distributed
+        self._inputs = WholeInputs(communicator.world_size)
         self._left_out = left_out  # tensors of nodes that the graph has, and the parts have not
         self.x, self.edge_index, self.y = shard.x, shard.adjacency, shard.y
         self.train_mask, self.val_mask, self.test_mask = shard.train_mask, shard.val_mask, shard.test_mask
@@ -174,6 +174,7 @@ class OpenGraph:
         Raises:
             InputError: On all processes, as :func:`~pygdist.distribute`.
         """
+        refuse_layers(model, self._backend)
         fill_in_sizes(model, self._shard)
         require_alike(options_of_model(model, buffers=True), self._communicator, _WHOLE_GRAPH)
         model.to(self.device)
@@ -182,17 +183,11 @@ class OpenGraph:
         distribute(model, backend=self._backend)
         self._backend.look_at(model, None)
         if self.num_ranks > 1:
-            self._parameters += [one for one in model.parameters() if one.requires_grad]
-            before = model.register_forward_pre_hook(self._with_whole_gradients, with_kwargs=True)
+            self._inputs.parameters += [one for one in model.parameters() if one.requires_grad]
+            before = model.register_forward_pre_hook(self._inputs, with_kwargs=True)
             averaged = AveragedGradients(model, self._communicator, scaled=lambda: self._scaled)
             with_hooks(model, before, *averaged.hooks)
         return model
-
-    def _with_whole_gradients(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        def whole(_: str, value: Any) -> Any:
-            return inputs_with_whole_gradients(value, self._parameters, self.num_ranks)
-
-        return mapped(model.forward, args, kwargs, whole)
 
     def _share(self, model: nn.Module) -> None:
         """Bring the parameters and buffers of rank 0."""

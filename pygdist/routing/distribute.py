@@ -74,7 +74,7 @@ from pygdist.nn.readouts import READOUTS
 from pygdist.routing.agreement import agree_on_layer, agree_on_pass, move
 from pygdist.routing.check import Ways, fails_alone, tell_note
 from pygdist.routing.check import check as compare_with_one_process
-from pygdist.routing.refusals import refusals
+from pygdist.routing.refusals import refuse_layers
 
 _BACKEND, _HOOK = "_pygdist_backend", "_pygdist_hook"
 
@@ -101,9 +101,7 @@ def distribute(model: nn.Module, *, backend: Backend, savings: Savings | None = 
         >>> out = model(shard.x, shard.adjacency)  # one row per owned node
     """
     _refuse_twice(model, backend)
-    refused = refusals(model, backend)
-    if refused:
-        raise InputError(f"backend '{backend.name or type(backend).__name__}' cannot run " + "; ".join(refused))
+    refuse_layers(model, backend)
     kept, savings = backend.kept, Savings() if savings is None else savings
     if savings != backend.savings and any(getattr(type(layer), BASE, None) for layer in kept.layers):
         raise InputError("this backend runs another model with other savings; give each model a backend of its own")

@@ -14,6 +14,7 @@ from torch_geometric.nn.aggr import Aggregation
 from torch_geometric.nn.pool import glob
 
 from pygdist.backends.base import Backend, names_of
+from pygdist.errors import InputError
 from pygdist.hops.rebinding import methods_of
 from pygdist.nn.norms import GLOBAL_NORMS
 from pygdist.nn.readouts import READOUTS
@@ -54,6 +55,16 @@ _COMPILED = (
     "that it was made from"
 )
 _POOLS = ("global_max_pool",)  # sums and means are those of all ranks
+
+
+def refuse_layers(model: nn.Module, backend: Backend) -> None:
+    """Refuse a model with modules that cannot run on a backend.
+
+    Raises:
+        InputError: Names all of them, each with the reason.
+    """
+    if clauses := refusals(model, backend):
+        raise InputError(f"backend '{backend.name or type(backend).__name__}' cannot run " + "; ".join(clauses))
 
 
 def refusals(model: nn.Module, backend: Backend) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ OPTIONS = {
         [*FIT, "--trainer.max_epocs=3"],
         ["unknown option --trainer.max_epocs", "did you mean '--trainer.max_epochs'?"],
     ),
+    "no processes": ([*FIT, "--trainer.devices=0"], ["--trainer.devices is 0, expected at least 1"]),
+    "all GPUs": ([*FIT, "--trainer.devices=-1", "--trainer.accelerator=cpu"], ["-1, which means all GPUs"]),
     "wrong type": ([*FIT, "--trainer.max_epochs=many"], ["--trainer.max_epochs: expected int, got 'many'"]),
     "wrong choice": ([*FIT, "--predictions.output=x"], ["--predictions.output: expected 'label' or 'logits', got 'x'"]),
     "wrong length": ([*FIT, "--data.split=[0.5,0.5]"], ["--data.split: expected tuple with 3 elements"]),
@@ -203,6 +206,14 @@ def test_files_that_cannot_be_written(folder: Path, checkpoint: Path) -> None:
     assert_mistake(pygdist("export", str(checkpoint), "run.yaml/a.pt", folder=folder), "run.yaml/a.pt")
     assert_mistake(pygdist("export", str(checkpoint), "model.bin", folder=folder), "'.bin'", ".safetensors")
     assert files(folder) == before
+    for name, command in (
+        ("rows", (*predict, "--predictions.path=rows")),
+        ("w.pt", ("export", str(checkpoint), "w.pt")),
+    ):
+        with socket.socket(socket.AF_UNIX) as no_file:  # as /dev/null, which would become a file
+            no_file.bind(str(folder / name))
+            assert_mistake(pygdist(*command, folder=folder), name, "name a file")
+            assert (folder / name).is_socket()
 
 
 def test_other_parts_are_not_overwritten(folder: Path, graphs: Path) -> None:

@@ -268,6 +268,14 @@ class OwnStep(NodeClassifier):
         return _smoothed(self.model(batch.x, batch.adjacency)[mask], batch.y[mask], "mean")
 
 
+class WithTerm(NodeClassifier):
+    """Adds a term to the loss."""
+
+    @override
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + 0.01 * self.model.convs[0].lin_l.weight.square().sum()
+
+
 def _sage() -> torch.nn.Module:
     torch.manual_seed(7)
     net: torch.nn.Module = nn.GraphSAGE(12, 8, num_layers=2, out_channels=4)
@@ -330,6 +338,10 @@ def test_a_step_of_ones_own_is_told_what_a_part_is(pool: RankPool, tmp_path: Pat
         assert "a PartBatch has no 'train_mask': a backend that trains parts by themselves gets a part" in said
         assert "override NodeClassifier.node_losses, not training_step" in said
     assert not isinstance(pool.run(_own_loss, 1, str(tmp_path), OwnStep, *WAYS["comm"])[0], str)
+    for said in pool.run(_own_loss, 2, str(tmp_path), OwnStep, *WAYS["comm"]):
+        assert "OwnStep.training_step returns a loss of this process's nodes alone" in said
+    for one in pool.run(_own_loss, 2, str(tmp_path), WithTerm, *WAYS["comm"]):
+        assert not isinstance(one, str)
 
 
 def test_a_part_batch_hides_no_error_and_can_be_copied() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -16,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import AveragedModel
 from torch_geometric.data import Data
-from torch_geometric.nn import APPNP, GAT, GCN, GraphSAGE
+from torch_geometric.nn import APPNP, GAT, GCN, GCNConv, GraphSAGE, HeteroConv
 
 from pygdist import InputError, open_graph, undistribute
 from pygdist.backends import HybridBackend
@@ -261,6 +263,30 @@ def test_pairs_of_nodes_are_scored_as_on_one_process(whole: bool, pool: RankPool
         assert "but the graph has 160 nodes" in ids
         assert "rows, but this process has" in rows
         assert "ids of torch.int32, expected int64" in kind
+
+
+def _copied(rank: int, num_ranks: int, folder: str) -> list[Any]:
+    graph = open_graph(_graph, cache_dir=folder)
+    model = graph.distribute(GCN(12, 4, num_layers=2).double())
+    averaged = AveragedModel(model)
+    out = model(graph.x, graph.edge_index)
+    with torch.no_grad():
+        copies = [one(graph.x, graph.edge_index) for one in (copy.deepcopy(model), averaged)]
+    graph.mean_loss(F.cross_entropy, out, graph.y).backward()  # after the copies
+    averaged.update_parameters(model)
+    said = ""
+    try:
+        graph.distribute(nn.Sequential(nn.LazyLinear(4), HeteroConv({("a", "to", "a"): GCNConv(-1, 4)})))
+    except InputError as error:
+        said = str(error)
+    return [torch.allclose(one, out, rtol=0, atol=1e-12) for one in copies] + [said]
+
+
+def test_copies_of_a_model_and_layers_that_are_refused(pool: RankPool, tmp_path: Path) -> None:
+    for first, second, said in pool.run(_copied, 2, str(tmp_path)):
+        assert first
+        assert second
+        assert "(HeteroConv): it works on heterogeneous graphs" in said
 
 
 def _compiled(rank: int, num_ranks: int, folder: str) -> float:
