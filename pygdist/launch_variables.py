@@ -67,7 +67,7 @@ def check_launch(environment: Mapping[str, str]) -> None:
 
 
 def check_libraries(environment: Mapping[str, str]) -> None:
-    """Refuse switches and folders on which libraries of the command line fail while they are imported.
+    """Refuse environment variables that make a library of the command line fail while it is imported.
 
     Raises:
         InputError: Names the variable.

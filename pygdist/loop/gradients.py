@@ -1,13 +1,14 @@
 """Gradients averaged over ranks at the end of each backward pass, in place: the model stays the caller's own module.
 
-As with DDP, a loss's share of a rank counts ``num_ranks`` times there, so that the average is the gradient of the whole
-loss, and a term that is the same on all ranks, such as a penalty on parameters, counts once.
+The loss of a rank holds its part of the mean ``num_ranks`` times. The average over ranks is then the gradient of the
+whole loss. A term that is equal on all ranks, such as a penalty on parameters, needs no factor.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -15,16 +16,23 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency
 from pygdist.hops.arguments import mapped
 
+_LOOKS = 3  # losses whose history is looked at
 _ROUNDINGS = 64  # within which parameters count as equal
 _UNSCALED = (
-    "backward() without graph.mean_loss(): gradients are averaged over the processes, so a mean over this process's "
-    "nodes counts as much as that of a process with more of them; use graph.mean_loss()"
+    "backward() without graph.mean_loss(): gradients are averaged over processes, which have different numbers of "
+    "nodes, so a mean over each process's own nodes is not the mean over all; use graph.mean_loss()"
+)
+_BESIDE = (
+    "mean_loss: a tensor of shape {} gets its gradient {} times, as it is no parameter of a distributed model and "
+    "reaches the loss beside the model's input; divide its gradient by graph.num_ranks, or make it a parameter of the "
+    "model"
 )
 
 
@@ -45,14 +53,43 @@ class AveragedGradients:
 
     def __init__(self, model: nn.Module, communicator: Communicator, *, scaled: Callable[[], bool]) -> None:
         self._communicator, self._scaled = communicator, scaled
-        self._parameters = [one for one in model.parameters() if one.requires_grad]
+        self._parameters: list[nn.Parameter] = []
+        self._known = WeakIdKeyDictionary()
         self._before: dict[int, Tensor | None] = {}  # gradients of earlier passes, by number of the parameter
         self._reached = set[int]()
-        self._passes = 0
-        self.hooks: list[RemovableHandle] = []
-        for number, one in enumerate(self._parameters):
-            self.hooks.append(one.register_hook(partial(self._set_aside, number)))
-            self.hooks.append(one.register_post_accumulate_grad_hook(partial(self._reach, number)))
+        self._passes, self._hooks = 0, list[RemovableHandle]()
+        self._found_in(model)
+
+    def _found_in(self, model: nn.Module) -> None:
+        for one in model.parameters():
+            if one.requires_grad and one not in self._known:
+                number = len(self._parameters)
+                self._known[one] = number
+                self._parameters.append(one)
+                self._hooks.append(one.register_hook(partial(self._set_aside, number)))
+                self._hooks.append(one.register_post_accumulate_grad_hook(partial(self._reach, number)))
+
+    def remove(self) -> None:
+        """Remove the hooks, as a handle of torch's does."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None  # a copy of the model has no hooks on its parameters
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+    def look_at(self, model: nn.Module) -> None:
+        """Begin a pass of the model: average the gradients of parameters that are new or no longer frozen, too."""
+        self.give_up()
+        self._found_in(model)
+
+    def give_up(self) -> None:
+        """Forget a backward pass that has failed, and put earlier gradients back."""
+        for number, gradient in self._before.items():
+            self._parameters[number].grad = gradient
+        self._before, self._reached = {}, set()
 
     def _set_aside(self, number: int, _: Tensor) -> None:
         """Put the gradient of earlier passes, which is averaged already, aside before this pass adds its own."""
@@ -66,11 +103,11 @@ class AveragedGradients:
         self._reached.add(number)  # torch.autograd.grad adds to no parameter, and comes not here
 
     def _average(self) -> None:
-        """Send all gradients of a dtype at once, in the order of the parameters."""
+        """Send all gradients of a dtype at once, in the order of the parameters, each with a flag: some rank has it."""
         before, self._before = self._before, {}
         num_ranks = self._communicator.world_size
         reached, self._reached = self._reached, set()
-        mine = {number: one for number in reached if (one := self._parameters[number].grad) is not None}
+        mine = {number: one.to_dense() for number in reached if (one := self._parameters[number].grad) is not None}
         for number, gradient in before.items():
             self._parameters[number].grad = gradient
         if not reached:
@@ -85,13 +122,15 @@ class AveragedGradients:
             for dtype in dict.fromkeys(one.dtype for one in self._parameters):
                 chosen = [number for number, one in enumerate(self._parameters) if one.dtype == dtype]
                 parts = [mine.get(number, torch.zeros_like(self._parameters[number])) for number in chosen]
-                flat = torch.cat([part.reshape(-1) for part in parts])
+                flags = torch.tensor([number in mine for number in chosen]).to(parts[0])
+                flat = torch.cat([*(part.reshape(-1) for part in parts), flags])
                 self._communicator.reduce_in_place(flat, "gradients")
-                flat /= num_ranks
-                for number, part in zip(chosen, flat.split([part.numel() for part in parts]), strict=True):
+                *found, flags = flat.split([*(part.numel() for part in parts), len(parts)])
+                for number, part, flag in zip(chosen, found, flags.tolist(), strict=True):
                     parameter = self._parameters[number]
-                    gradient = part.view_as(parameter)
-                    parameter.grad = gradient.clone() if parameter.grad is None else parameter.grad.add_(gradient)
+                    gradient = part.view_as(parameter) / num_ranks
+                    if flag:
+                        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
 
     def _compare(self) -> None:
         """Compare sums over the parameters with those of rank 0.
@@ -124,12 +163,12 @@ class AveragedGradients:
 
 
 class _Whole(torch.autograd.Function):
-    """Rows that get the gradient of the whole loss, where a rank's share counts ``num_ranks`` times."""
+    """Identity whose backward pass divides by ``num_ranks``, for inputs of the caller's own."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, num_ranks: int) -> Tensor:
         ctx.num_ranks = num_ranks
-        return rows.view_as(rows)
+        return rows.clone()  # which the model may change in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -141,42 +180,68 @@ class WholeInputs:
 
     Args:
         num_ranks: Number of ranks.
-
-    Attributes:
-        parameters: Those of all distributed models: what was computed from these is no input of the caller's own.
     """
 
     def __init__(self, num_ranks: int) -> None:
-        self._num_ranks, self.parameters = num_ranks, list[nn.Parameter]()
+        self._num_ranks, self._looks = num_ranks, 0
+        self._parameters = WeakIdKeyDictionary()  # of all distributed models
+        self._models: weakref.WeakKeyDictionary[nn.Module, AveragedGradients] = weakref.WeakKeyDictionary()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WholeInputs:
         return self  # a copy of a model has parameters of its own
 
+    def __reduce__(self) -> Any:
+        return WholeInputs, (self._num_ranks,)
+
+    def add(self, model: nn.Module, averaged: AveragedGradients) -> None:
+        """Note a model and what averages its gradients."""
+        self._models[model] = averaged
+        self._note(model)
+
+    def _note(self, model: nn.Module) -> None:
+        for one in model.parameters():
+            self._parameters[one] = True
+
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the arguments of a call."""
+        averaged = self._models.get(model)
+        if averaged is not None and torch.is_grad_enabled() and not torch._C._current_graph_task_id() >= 0:
+            averaged.look_at(model)
+            self._note(model)
         return mapped(model.forward, args, kwargs, self._whole)
+
+    def begin_loss(self, output: Tensor) -> None:
+        """Warn of leaves that reach the loss beside all models, in the first passes; forget passes that have failed."""
+        for averaged in self._models.values():
+            averaged.give_up()
+        self._looks += 1
+        if self._looks > _LOOKS or not output.requires_grad:
+            return
+        leaf = next((one for one in _leaves(output) if one not in self._parameters), None)
+        if leaf is not None:
+            warnings.warn(_BESIDE.format(tuple(leaf.shape), self._num_ranks), stacklevel=3)
 
     def _whole(self, _: str, value: Any) -> Any:
         wants = isinstance(value, Tensor) and value.requires_grad and not isinstance(value, Adjacency)
-        if not wants or _comes_of(value, {id(one) for one in self.parameters}):
+        if not wants or any(one in self._parameters for one in _leaves(value)):
             return value
         return _Whole.apply(value, self._num_ranks)  # type: ignore[no-untyped-call]
 
 
-def _comes_of(value: Tensor, parameters: set[int]) -> bool:
-    """True if a tensor is a parameter, or was computed from one."""
-    if id(value) in parameters:
-        return True
+def _leaves(value: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors without history that a tensor was computed from; inputs of the caller's own aside."""
+    if value.grad_fn is None:
+        yield value
     nodes, seen = [value.grad_fn], set[Any]()
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
-        if id(getattr(node, "variable", None)) in parameters:
-            return True
-        nodes.extend(one for one, _ in node.next_functions)
-    return False
+        if isinstance(leaf := getattr(node, "variable", None), Tensor):
+            yield leaf
+        elif not type(node).__name__.startswith(_Whole.__name__):
+            nodes.extend(one for one, _ in node.next_functions)
 
 
 def _sums(flat: Tensor) -> Tensor:

@@ -22,23 +22,23 @@ from pygdist.graph import Adjacency, Shard
 from pygdist.graph.check import EDGE_FIELDS, MASKS, plain
 from pygdist.graph.identity import fixable, identity_of, version_of
 from pygdist.graph.memo import Memo
-from pygdist.hops.arguments import mapped, named_values
+from pygdist.hops.arguments import mapped, named_values, node_dim
 from pygdist.hops.hop import Deferred, Hop
-from pygdist.hops.layer import CACHES, hooked, layer_name, own_class
-from pygdist.nn.nested import each_value
+from pygdist.hops.layer import CACHES, hooked, layer_name, own_class, written_hop
 from pygdist.routing.distribute import distribute_layers, with_own_classes
 from pygdist.routing.refusals import reason_against_layer
-from pygdist.routing.values_of_edges import values_of_edges_in
 
-_FEW = 4  # results that are kept
+_FEW = 2  # results that are kept
+_CODE = ("forward", "message", "message_and_aggregate", "aggregate", "update", "edge_update")
 
 
 def accelerate(model: nn.Module, data: Data) -> nn.Module:
     """Let the layers of ``model`` run on pygdist's kernels on one process, in place; the script stays as it is.
 
-    The model is called as before and returns what it returned. Layers that get ``data.edge_index`` are sparse products
-    and fused attention, where PyG makes a row for each edge. Layers that get other edges (a mini-batch, edges without
-    some, ``adj_t``), and layers that pygdist does not reroute, run as in plain PyG; a warning tells of the first.
+    The model is called as before and returns what it returned. PyG's layers that get ``data.edge_index`` are sparse
+    products and fused attention, where PyG makes a row for each edge. Layers that are called with other edges (a
+    mini-batch, a subset, ``adj_t``) run as in plain PyG; the first such call warns. Layers of your own, and layers that
+    pygdist does not support, run as in plain PyG too; ``accelerate`` names them in a warning.
     :func:`~pygdist.undistribute` takes it back.
 
     Args:
@@ -49,7 +49,8 @@ def accelerate(model: nn.Module, data: Data) -> nn.Module:
         ``model`` itself.
 
     Raises:
-        InputError: If ``data`` has no ``edge_index``, or the model is accelerated or distributed already.
+        InputError: If ``data`` has no ``edge_index``, an edge leads to no node, or the model is accelerated or
+            distributed already.
 
     Example:
         >>> model = pygdist.accelerate(GCN(16, 32, num_layers=2, out_channels=7), data)
@@ -69,11 +70,13 @@ def accelerate(model: nn.Module, data: Data) -> nn.Module:
     backend.bind(graph.shard(data), Communicator())
     backend.graph = graph
     layers = [one for one in model.modules() if isinstance(one, MessagePassing)]
-    left = [one for one in layers if reason_against_layer(one, backend) or graph.orders(one)]
+    left = [one for one in layers if not _is_pygs(one) or reason_against_layer(one, backend)]
     distribute_layers(model, backend=backend, but=left)
     if left:
         names = ", ".join(sorted({layer_name(one) for one in left}))
-        warnings.warn(f"accelerate: {names} runs as in plain PyG, no faster", stacklevel=2)
+        warnings.warn(
+            f"accelerate: {names} runs as in plain PyG, no faster; kernels stand for PyG's own layers", stacklevel=2
+        )
     return model
 
 
@@ -101,13 +104,8 @@ class OneProcess(CommBackend):
             with with_own_classes(layer):
                 return layer.forward(*args, **kwargs)
         args, kwargs = mapped(call, args, kwargs, graph.given)
-        before = dict(vars(layer))
         with self._around_layer():
-            out = super().run_layer(layer, forward, args, kwargs)
-        if not own_class(layer).__module__.startswith("torch_geometric."):  # it may keep its attention, for example
-            new = {name: one for name, one in vars(layer).items() if one is not before.get(name)}
-            vars(layer).update(graph.returned({name: one for name, one in new.items() if isinstance(one, Tensor)}))
-        return graph.returned(out)
+            return graph.returned(super().run_layer(layer, forward, args, kwargs))
 
     @contextlib.contextmanager
     def _around_layer(self) -> Iterator[None]:
@@ -133,11 +131,29 @@ class OneProcess(CommBackend):
         return super().edge_updater(hop) if isinstance(hop.edge_index, Adjacency) else _in_pyg(hop)
 
 
+def _is_pygs(layer: MessagePassing) -> bool:
+    """True if a layer's ``forward`` and hops are PyG's code: that of a user may know edges by their order."""
+    cls = own_class(layer)
+    written = (written_hop(cls, name) for name in ("propagate", "edge_updater"))
+    return all(
+        one.__module__.startswith("torch_geometric.") for one in (*(getattr(cls, name) for name in _CODE), *written)
+    )
+
+
 def _in_pyg(hop: Hop) -> Tensor:
     """Run a hop over edges that are not the graph's by PyG's code."""
     with with_own_classes(hop.layer):
         out: Tensor = getattr(hop.layer, hop.name)(hop.edge_index, size=hop.size, **hop.arguments)
         return out
+
+
+def _check(edges: Tensor, num_nodes: int) -> None:
+    if edges.dim() != 2 or edges.size(0) != 2 or edges.is_floating_point():
+        raise InputError(f"data.edge_index has shape {tuple(edges.shape)} and {edges.dtype}, expected integers, (2, E)")
+    if edges.numel() and not 0 <= int(edges.min()) <= int(edges.max()) < num_nodes:
+        raise InputError(
+            f"data.edge_index has ids from {int(edges.min())} to {int(edges.max())}, but data has {num_nodes} nodes"
+        )
 
 
 class _Graph:
@@ -149,6 +165,7 @@ class _Graph:
 
     def __init__(self, data: Data) -> None:
         self._given, edges = data.edge_index, plain(data.edge_index)
+        _check(edges, int(data.num_nodes))
         self._edges, self._version = edges, version_of(edges)
         self._num_nodes, self._perm, self._back = int(data.num_nodes), None, None
         if bool((edges[1, 1:] >= edges[1, :-1]).all()):
@@ -159,8 +176,8 @@ class _Graph:
             )
             self._back = self._perm.argsort()
         self._sorted = Memo[Tensor](most=_FEW)  # values of edges
-        self._equal = Memo[bool](most=_FEW)  # edges that are these, in memory of their own
-        self._cached: weakref.WeakSet[MessagePassing] = weakref.WeakSet()  # layers for which PyG ignores other edges
+        self._equal = Memo[bool](most=_FEW)  # copies of the edges that compared equal
+        self._cached: weakref.WeakSet[MessagePassing] = weakref.WeakSet()  # layers with cached=True that have run
         self._told = False
 
     def shard(self, data: Data) -> Shard:
@@ -177,15 +194,16 @@ class _Graph:
             num_classes=0, multi_label=False, counts=dict.fromkeys(MASKS, 0), **dict.fromkeys(MASKS),
         )  # fmt: skip
 
-    def orders(self, layer: MessagePassing) -> bool:
-        """True if a layer of the user's may know values of edges in the caller's order, which is not the sorted one."""
-        if self._perm is None or own_class(layer).__module__.startswith("torch_geometric."):
-            return False
-        num_edges = self._edges.size(1)
-        return num_edges == self._num_nodes or values_of_edges_in(layer, num_edges) is not None
-
     def takes(self, layer: MessagePassing, values: list[tuple[str, Any]]) -> bool:
-        """True if a layer that gets these values runs on the graph, and nobody looks at its messages."""
+        """True if a call uses the graph's edges and rows, and no hook or explainer reads the layer's messages.
+
+        Warns, once, of a call with other edges.
+
+        Raises:
+            InputError: If a layer with ``cached=True`` that ran on the graph gets other edges.
+        """
+        if not all(_has_rows(layer, name, one, self._num_nodes) for name, one in values):
+            return False
         if hooked(layer) or layer.explain or any(getattr(layer, name, None) is not None for name in CACHES):
             return False
         if any(self._are_edges(one) for _, one in values):
@@ -194,8 +212,8 @@ class _Graph:
             return True
         if layer in self._cached:
             raise InputError(
-                f"{layer_name(layer)} has cached=True and ran on data.edge_index; for other edges PyG would return "
-                "what it computed for the first ones; make it with cached=False"
+                f"{layer_name(layer)} has cached=True and ran on data.edge_index: PyG would ignore the other edges and "
+                "use the cached ones; make it with cached=False"
             )
         if not self._told:
             self._told = True
@@ -230,29 +248,27 @@ class _Graph:
         if self._are_edges(value):
             return self.adjacency
         perm, num_edges = self._perm, self._edges.size(1)
-        of_edges = name in EDGE_FIELDS or num_edges != self._num_nodes
+        of_edges = name in EDGE_FIELDS or (num_edges != self._num_nodes and not name.endswith("edge_index"))
         if perm is None or not of_edges or not value.dim() or value.size(0) != num_edges:
             return value
+        if not fixable(value):
+            return value.index_select(0, perm)
         # the same object again for the same values, by which results are kept
         return self._sorted.get(identity_of(value), (value,), lambda: value.index_select(0, perm))
 
     def returned(self, out: Any) -> Any:
         """Bring edges, and values of edges, in an output of a layer back to the order of PyG."""
-        found = list[Adjacency]()
-        each_value(out, Adjacency, found.append)
-        others = [one.origin for one in found if one.origin is not self.adjacency]
-        edges, order = (self._given, self._back) if not others else self._with_loops(others[0])
-        if edges is None or any(one is not others[0] for one in others):
-            return out
-        num_edges = edges.size(1)
-
-        def changed(value: Tensor) -> Tensor:
-            if isinstance(value, Adjacency):
-                return edges
-            is_of_edges = order is not None and value.dim() and value.size(0) == num_edges != self._num_nodes
-            return value.index_select(0, order) if is_of_edges and order is not None else value
-
-        return each_value(out, Tensor, changed)
+        if isinstance(out, tuple) and any(isinstance(one, Adjacency) for one in out):  # edges, and values beside them
+            made = next(one for one in out if isinstance(one, Adjacency))
+            mine = made.origin is self.adjacency
+            edges, order = (self._given, self._back) if mine else self._with_loops(made)
+            if edges is None:
+                return out
+            return tuple(edges if one is made else _in_order(one, order, edges.size(1)) for one in out)
+        if isinstance(out, tuple):
+            return type(out)(*map(self.returned, out)) if hasattr(out, "_fields") else tuple(map(self.returned, out))
+        num_edges = self._edges.size(1)
+        return _in_order(out, self._back, num_edges) if num_edges != self._num_nodes else out
 
     def _with_loops(self, made: Adjacency) -> tuple[Tensor | None, Tensor | None]:
         """Return the edges that a layer has made, in PyG's order, and the place of each in ``made``.
@@ -271,6 +287,21 @@ class _Graph:
         found = mine[:, order]
         same = torch.equal(found[:, : at.numel()], edges[:, kept])
         return (found, order) if same else (None, None)
+
+
+def _in_order(value: Any, order: Tensor | None, num_edges: int) -> Any:
+    """Return a value with its rows in another order, if it has one for each edge."""
+    of_edges = isinstance(value, Tensor) and not _is_sparse(value) and value.dim() > 0 and value.size(0) == num_edges
+    return value.index_select(0, order) if of_edges and order is not None else value
+
+
+def _has_rows(layer: MessagePassing, name: str, value: Any, num_nodes: int) -> bool:
+    """True if an argument of a layer may be one for a graph of so many nodes: ``x`` has a row for each."""
+    if name == "size":
+        return value is None
+    if name != "x" or not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() < 2:
+        return True
+    return not _is_sparse(value) and value.size(node_dim(layer, value)) == num_nodes
 
 
 def _is_sparse(value: Any) -> bool:

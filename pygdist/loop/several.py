@@ -183,10 +183,9 @@ class OpenGraph:
         distribute(model, backend=self._backend)
         self._backend.look_at(model, None)
         if self.num_ranks > 1:
-            self._inputs.parameters += [one for one in model.parameters() if one.requires_grad]
-            before = model.register_forward_pre_hook(self._inputs, with_kwargs=True)
             averaged = AveragedGradients(model, self._communicator, scaled=lambda: self._scaled)
-            with_hooks(model, before, *averaged.hooks)
+            self._inputs.add(model, averaged)
+            with_hooks(model, model.register_forward_pre_hook(self._inputs, with_kwargs=True), averaged)
         return model
 
     def _share(self, model: nn.Module) -> None:
@@ -210,7 +209,8 @@ class OpenGraph:
         Args:
             loss: A loss of torch that takes ``reduction``, as a function or a module, or a function that returns the
                 loss of each node. Class weights (``weight`` of a module) count as in torch's mean.
-            output: Output of the model for its nodes, ``(n, ...)``. It may be ``(n,)`` for labels ``(n, 1)``.
+            output: Output of the model for its nodes, ``(n, ...)``, or a row for each of other things that have labels,
+                such as pairs of nodes. It may be ``(n,)`` for labels ``(n, 1)``.
             target: The labels, ``(n, ...)``; nodes with label -1 or NaN do not count.
             mask: The nodes that count, ``(n,)`` bool; all by default.
 
@@ -221,6 +221,7 @@ class OpenGraph:
         if target is None:
             raise InputError("mean_loss: the graph has no labels (data.y)")
         self._scaled = True
+        self._inputs.begin_loss(output)
         self._communicator.move("in graph.mean_loss")
         every = torch.ones(len(target), dtype=torch.bool, device=target.device) if mask is None else mask
         rows = labelled_rows(target, every)
@@ -289,7 +290,7 @@ class OpenGraph:
             plan, position = self._directory.plan(wanted.to(self._directory.device))
             fetched = self._communicator.exchange_rows(rows, plan, label="rows of any nodes")
             found = torch.cat([rows, fetched]).index_select(0, position)
-        return found.view(*ids.shape, *rows.shape[1:])
+        return found.reshape((*ids.shape, *rows.shape[1:]))
 
     def _wrong_rows(self, rows: Tensor, ids: Tensor) -> str | None:
         if rows.size(0) != len(self.n_id):

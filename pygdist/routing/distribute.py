@@ -18,11 +18,10 @@ import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from torch_geometric.nn import (
     ChebConv,
     CorrectAndSmooth,
@@ -120,18 +119,18 @@ def distribute(model: nn.Module, *, backend: Backend, savings: Savings | None = 
 def distribute_layers(model: nn.Module, *, backend: Backend, but: Collection[MessagePassing]) -> None:
     """Reroute the PyG layers of ``model``, and what is inside of them, in place; nothing else of the model.
 
-    For a backend on one process that gives each layer the edges: other code of the model needs no change there.
+    Used on one process, where only layers change and the rest of the model runs unmodified.
 
     Args:
         model: Any module that contains PyG layers.
         backend: Runs the layers; bound to a graph.
-        but: Layers that stay as they are, with all layers inside of them.
+        but: Layers that stay as they are; layers inside of them are rerouted.
 
     Raises:
         InputError: As :func:`distribute`, if the model is distributed already.
     """
     _refuse_twice(model, backend)
-    left = {one for layer in but for one in layer.modules()}
+    left = set(but)
     layers = [one for one in model.modules() if isinstance(one, MessagePassing) and one not in left]
     _route(model, backend, list(dict.fromkeys(one for layer in layers for one in layer.modules() if one not in left)))
     model.__dict__[_HOOK] = ()
@@ -185,7 +184,14 @@ def with_own_classes(layer: nn.Module) -> Iterator[None]:
                 vars(module)["propagate"] = local[module]
 
 
-def with_hooks(model: nn.Module, *hooks: RemovableHandle) -> nn.Module:
+class Removable(Protocol):
+    """A handle of torch's, or something that removes several hooks."""
+
+    def remove(self) -> None:
+        """Remove what was registered."""
+
+
+def with_hooks(model: nn.Module, *hooks: Removable) -> nn.Module:
     """Let :func:`undistribute` remove hooks of a distributed model too; returns the model."""
     model.__dict__[_HOOK] += hooks
     return model
@@ -194,7 +200,8 @@ def with_hooks(model: nn.Module, *hooks: RemovableHandle) -> nn.Module:
 def undistribute(model: nn.Module) -> nn.Module:
     """Give every layer of ``model`` its own class back, in place; the inverse of :func:`distribute`."""
     for hook in model.__dict__.pop(_HOOK, ()):
-        hook.remove()
+        if hook is not None:  # in a copy of the model
+            hook.remove()
     for module in model.modules():
         routed = type(module)
         if getattr(routed, BASE, None) is None:

@@ -30,7 +30,7 @@ def refuse_values_of_edges(model: nn.Module, shard: Shard, switch: str) -> None:
         InputError: On all ranks; the message names the tensor and ends with ``switch``.
     """
     num_edges, tables = shard.num_edges, shard.num_edges != shard.num_nodes  # else tables are more likely of nodes
-    held = values_of_edges_in(model, num_edges, tables=tables)
+    held = next((name for name, one in _held_tensors(model, tables) if _is_of_edges(one, num_edges)), None)
     if held is None:
         return
     alone = shard.num_parts == 1
@@ -43,14 +43,6 @@ def refuse_values_of_edges(model: nn.Module, shard: Shard, switch: str) -> None:
         f"which they were given, but {order}; put such values into the graph, as edge_attr or edge_weight{remedy} "
         f"({switch})"
     )
-
-
-def values_of_edges_in(model: nn.Module, num_edges: int, *, tables: bool = True) -> str | None:
-    """Return the name of a tensor with a value for each edge that a model holds, or its code reads by name, if any.
-
-    Embeddings are looked at if ``tables``.
-    """
-    return next((name for name, one in _held_tensors(model, tables) if _is_of_edges(one, num_edges)), None)
 
 
 def _held_tensors(model: nn.Module, tables: bool) -> Iterator[tuple[str, Any]]:

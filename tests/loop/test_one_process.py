@@ -27,10 +27,11 @@ from torch_geometric.nn import (
     GCNConv,
     GraphUNet,
     MessagePassing,
+    SAGEConv,
     SuperGATConv,
     TransformerConv,
 )
-from torch_geometric.utils import to_torch_csr_tensor
+from torch_geometric.utils import degree, to_torch_csr_tensor
 
 from pygdist import InputError, accelerate, undistribute
 from pygdist.testing import LAYERS, random_graph
@@ -154,6 +155,8 @@ def test_values_of_edges_that_only_the_model_knows(
 @pytest.mark.filterwarnings("ignore:accelerate. _Layer runs as in plain PyG")
 def test_values_of_edges_where_edges_are_as_many_as_nodes(data: Data) -> None:
     data.edge_index = data.edge_index[:, : data.num_nodes]
+    weight = torch.rand(data.num_nodes, dtype=torch.float64)
+    _compare(GCNConv(data.num_features, 3).double(), data, (data.x, data.edge_index, weight))
     _compare(_Layer(), data, (data.x, data.edge_index, torch.rand(data.num_nodes)))
 
 
@@ -168,12 +171,75 @@ def test_as_many_pairs_as_edges_stay_in_their_order(data: Data) -> None:
     )  # fmt: skip
 
 
-def test_what_a_layer_keeps_is_in_the_callers_order(data: Data) -> None:
-    layer = _Layer()
-    layer(data.x, data.edge_index)
-    expected = layer.difference
-    accelerate(layer, data)(data.x, data.edge_index)
-    assert torch.equal(layer.difference, expected)
+class _Remembering(_Layer):
+    """Computes values of edges once, and changes others with each call."""
+
+    norm: Tensor | None = None
+    memory: Tensor | float = 0.0
+
+    def forward(self, x: Tensor, edge_index: Tensor, scale: Tensor | None = None) -> Tensor:
+        if self.norm is None:
+            self.norm = 1 / (1 + degree(edge_index[0], len(x), dtype=x.dtype)[edge_index[0]])
+        self.memory = self.memory + self.norm
+        out: Tensor = self.propagate(edge_index, x=x, scale=self.memory)
+        return out
+
+
+class _Encoder(_Layer):
+    """A layer that is a model, too."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.conv = GCNConv(width, 4).double()
+
+    def forward(self, x: Tensor, edge_index: Tensor, pairs: Tensor) -> Tensor:  # type: ignore[override]
+        z = self.conv(x, edge_index)
+        return (z[pairs[0]] * z[pairs[1]]).sum(dim=1)
+
+
+@pytest.mark.filterwarnings("ignore:accelerate. _")
+def test_layers_of_ones_own_see_the_callers_order(data: Data) -> None:
+    layer = _Remembering()
+    twin = copy.deepcopy(layer)
+    accelerate(layer, data)
+    for _ in range(3):
+        assert torch.equal(layer(data.x, data.edge_index), twin(data.x, data.edge_index))
+        assert torch.equal(layer.difference, twin.difference)
+    model = _Encoder(data.num_features)
+    _compare(model, data, (data.x, data.edge_index, torch.randint(data.num_nodes, data.edge_index.shape)))
+    assert type(model.conv).__name__ == "DistributedGCNConv"
+
+
+def test_attention_of_as_many_edges_as_nodes(data: Data) -> None:
+    data.edge_index = data.edge_index[:, : data.num_nodes]
+    layer: Any = GATConv(data.num_features, 3, add_self_loops=False).double()
+    _, (_, expected) = layer(data.x, data.edge_index, return_attention_weights=True)
+    accelerate(layer, data)
+    _, (edges, alpha) = layer(data.x, data.edge_index, return_attention_weights=True)
+    assert edges is data.edge_index
+    assert torch.allclose(alpha, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("edges", "words"),
+    [
+        ([[35], [0]], "ids from 0 to 35, but data has 3 nodes"),
+        ([[-1], [0]], "ids from -1"),
+        ([[0, 1, 2]], r"\(1, 3\)"),
+    ],
+)
+def test_edges_that_lead_nowhere_are_refused(edges: list[list[int]], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        accelerate(GCN(2, 3, num_layers=1), Data(x=torch.ones(3, 2), edge_index=torch.tensor(edges)))
+
+
+def test_calls_with_other_numbers_of_rows_are_pygs(data: Data) -> None:
+    layer, rows = SAGEConv((data.num_features, data.num_features), 3).double(), data.num_nodes
+    half = data.edge_index[1] < rows // 2
+    data.edge_index = data.edge_index[:, half]
+    more = torch.cat([data.x, data.x])
+    calls = [((data.x, data.x[: rows // 2]), data.edge_index), ((data.x, None), data.edge_index, (rows, rows // 2))]
+    _compare(layer, data, *calls, ((data.x, data.x), data.edge_index), (more, data.edge_index))
 
 
 @pytest.mark.parametrize("name", ["SAGEConv-mean", "SAGEConv-max", "GCNConv", "GATConv", "GINConv"])
@@ -302,7 +368,9 @@ def test_a_layer_that_caches_its_edges_is_pygs_or_refused(data: Data) -> None:
     twin.load_state_dict(layer.state_dict())
     accelerate(layer, data)
     assert torch.allclose(layer(data.x, data.edge_index), twin(data.x, data.edge_index), rtol=0, atol=1e-12)
-    with pytest.raises(InputError, match=r"GCNConv has cached=True and ran on data.edge_index; for other edges PyG"):
+    with pytest.raises(
+        InputError, match=r"GCNConv has cached=True and ran on data.edge_index: PyG would ignore the other"
+    ):
         layer(data.x, data.edge_index[:, :7])
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
+import io
 import os
 import subprocess
 import sys
 import warnings
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -271,7 +274,11 @@ def _copied(rank: int, num_ranks: int, folder: str) -> list[Any]:
     averaged = AveragedModel(model)
     out = model(graph.x, graph.edge_index)
     with torch.no_grad():
-        copies = [one(graph.x, graph.edge_index) for one in (copy.deepcopy(model), averaged)]
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        copies = [one(graph.x, graph.edge_index) for one in (copy.deepcopy(model), averaged, loaded)]
     graph.mean_loss(F.cross_entropy, out, graph.y).backward()  # after the copies
     averaged.update_parameters(model)
     said = ""
@@ -283,9 +290,8 @@ def _copied(rank: int, num_ranks: int, folder: str) -> list[Any]:
 
 
 def test_copies_of_a_model_and_layers_that_are_refused(pool: RankPool, tmp_path: Path) -> None:
-    for first, second, said in pool.run(_copied, 2, str(tmp_path)):
-        assert first
-        assert second
+    for *equal, said in pool.run(_copied, 2, str(tmp_path)):
+        assert equal == [True] * 3
         assert "(HeteroConv): it works on heterogeneous graphs" in said
 
 
@@ -304,6 +310,82 @@ def test_a_model_that_was_compiled_before(pool: RankPool, tmp_path: Path) -> Non
     out = GCN(12, 4, num_layers=2).double()(data.x, data.edge_index)[data.train_mask]
     expected = float(F.cross_entropy(out, data.y[data.train_mask]))
     assert pool.run(_compiled, 2, str(tmp_path)) == pytest.approx([expected] * 2, rel=1e-12)
+
+
+class _Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.noise = GCN(12, 8, num_layers=1).double(), False
+        self.heads = nn.ModuleList([nn.Linear(8, 4).double() for _ in range(2)])
+        self.late = nn.Parameter(torch.ones(4).double(), requires_grad=False)
+
+    def forward(self, x: Tensor, edge_index: Tensor, head: int) -> Tensor:
+        if self.noise:
+            x += 1.0  # in place
+        out: Tensor = self.heads[head](self.conv(x, edge_index).relu()) * self.late
+        return out
+
+
+def _in_turn(model: _Heads, x: Tensor, edges: Tensor, loss: Any) -> tuple[list[Tensor | None], Tensor]:
+    """Train two heads in turn, unfreeze a parameter, let a pass fail, and give the model an input that it changes."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    noise = torch.zeros_like(x).requires_grad_()
+    for step in range(6):
+        optimizer.zero_grad()
+        if step == 2:
+            model.late.requires_grad_()
+        model.noise = step == 4
+        if step == 3:
+            failing = model(x, edges, 0)
+            failing.register_hook(_fail)
+            with pytest.raises(RuntimeError, match="out of memory"):
+                loss(failing).backward()
+            optimizer.zero_grad()
+        loss(model(x + noise, edges, 0 if step < 3 else 1)).backward()
+        optimizer.step()
+    return [None if one.grad is None else one.grad.clone() for one in model.parameters()], noise.grad  # type: ignore[return-value]
+
+
+def _fail(_: Tensor) -> None:
+    raise RuntimeError("out of memory")
+
+
+def _of_heads(rank: int, num_ranks: int, folder: str) -> list[Any]:
+    graph = open_graph(_graph, cache_dir=folder)
+    torch.manual_seed(0)
+    model = graph.distribute(_Heads())
+
+    def loss(out: Tensor) -> Tensor:
+        return graph.mean_loss(F.cross_entropy, out, graph.y, graph.train_mask)
+
+    found = _in_turn(model, graph.x, graph.edge_index, loss)  # type: ignore[arg-type]
+    parameters = [one.detach().clone() for one in model.parameters()]
+    beside = torch.ones(4, dtype=torch.float64, requires_grad=True)
+    other = open_graph(_graph, cache_dir=folder)
+    twin = other.distribute(GCN(12, 4, num_layers=1).double())
+    with pytest.warns(UserWarning, match=r"a tensor of shape \(4,\) gets its gradient 3 times"):
+        other.mean_loss(F.cross_entropy, twin(other.x, other.edge_index) + beside, other.y)
+    alive = weakref.ref(undistribute(twin).convs[0].lin.weight)
+    del twin
+    gc.collect()
+    return [*found, parameters, graph.n_id, alive() is None]
+
+
+def test_parameters_come_and_go_as_on_one_process(pool: RankPool, tmp_path: Path) -> None:
+    data = _graph()
+    torch.manual_seed(0)
+    model = _Heads()
+    gradients, noise = _in_turn(
+        model, data.x, data.edge_index, lambda out: F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
+    )
+    assert [one is None for one in gradients].count(True) == 2  # those of the first head
+    for found, of_noise, parameters, n_id, is_gone in pool.run(_of_heads, 3, str(tmp_path)):
+        torch.testing.assert_close(of_noise, noise[n_id], rtol=0, atol=1e-9)
+        for ours, plain in zip(found, gradients, strict=True):
+            assert (ours is None) == (plain is None)
+            assert ours is None or torch.allclose(ours, plain, rtol=0, atol=1e-9)
+        torch.testing.assert_close(parameters, [one.detach() for one in model.parameters()], rtol=0, atol=1e-9)
+        assert is_gone
 
 
 def _losses(rank: int, num_ranks: int, folder: str) -> list[float]:
