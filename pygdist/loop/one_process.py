@@ -101,8 +101,11 @@ class OneProcess(CommBackend):
         if any(isinstance(one, Adjacency) for _, one in values):  # of the layer in which this one is
             return super().run_layer(layer, forward, args, kwargs)
         if graph is None or not graph.takes(layer, values):
+            if graph is not None and not graph.is_among(values):
+                graph.tell_of_others(layer, values)
             with with_own_classes(layer):
                 return layer.forward(*args, **kwargs)
+        graph.note(layer)
         args, kwargs = mapped(call, args, kwargs, graph.given)
         with self._around_layer():
             return graph.returned(super().run_layer(layer, forward, args, kwargs))
@@ -195,21 +198,21 @@ class _Graph:
         )  # fmt: skip
 
     def takes(self, layer: MessagePassing, values: list[tuple[str, Any]]) -> bool:
-        """True if a call uses the graph's edges and rows, and no hook or explainer reads the layer's messages.
+        """True if a call uses the graph's rows and edges, and no hook or explainer reads the layer's messages."""
+        looked_at = hooked(layer) or layer.explain or any(getattr(layer, name, None) is not None for name in CACHES)
+        has_rows = all(_has_rows(layer, name, one, self._num_nodes) for name, one in values)
+        return not looked_at and has_rows and self.is_among(values)
 
-        Warns, once, of a call with other edges.
+    def is_among(self, values: list[tuple[str, Any]]) -> bool:
+        """True if one of some values is the graph's edges."""
+        return any(self._are_edges(one) for _, one in values)
+
+    def tell_of_others(self, layer: MessagePassing, values: list[tuple[str, Any]]) -> None:
+        """Warn, once, of a call with other edges.
 
         Raises:
-            InputError: If a layer with ``cached=True`` that ran on the graph gets other edges.
+            InputError: If the layer has ``cached=True`` and ran on the graph.
         """
-        if not all(_has_rows(layer, name, one, self._num_nodes) for name, one in values):
-            return False
-        if hooked(layer) or layer.explain or any(getattr(layer, name, None) is not None for name in CACHES):
-            return False
-        if any(self._are_edges(one) for _, one in values):
-            if getattr(layer, "cached", False):
-                self._cached.add(layer)
-            return True
         if layer in self._cached:
             raise InputError(
                 f"{layer_name(layer)} has cached=True and ran on data.edge_index: PyG would ignore the other edges and "
@@ -224,7 +227,11 @@ class _Graph:
                 f"data for which the model was accelerated{hint}",
                 stacklevel=2,
             )
-        return False
+
+    def note(self, layer: MessagePassing) -> None:
+        """Note a layer that runs on the graph."""
+        if getattr(layer, "cached", False):
+            self._cached.add(layer)
 
     def _are_edges(self, value: Any) -> bool:
         if not isinstance(value, Tensor) or _is_sparse(value) or version_of(self._edges) != self._version:
