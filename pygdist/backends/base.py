@@ -53,8 +53,8 @@ class Abilities:
         evaluates: Also validates, tests and predicts. If not, the model is evaluated on the whole graph instead, with
             rows fetched from their owners, unless the user switches that off.
         mixes_columns: Runs layers whose message or aggregation mixes the columns of a row.
-        reruns_layers: Runs layers that are called outside a forward pass of the model, and in the backward pass any
-            layer again (activation checkpointing), also one that the forward pass calls several times.
+        reruns_layers: Runs layers that are called outside a forward pass of the model. Also runs any layer again in the
+            backward pass (activation checkpointing), even one that the forward pass calls several times.
         stateful: A checkpoint must hold :meth:`Backend.state_dict`.
         lag: An epoch has so many steps more than batches, and something is on its way between two of its steps.
         late_gradients: Adds gradients of earlier passes, so the loss must keep its scale.
@@ -383,7 +383,7 @@ class Backend(ABC):
 
     @property
     def drops_alike(self) -> bool:
-        """True if all ranks drop the same attention weights of ``GATConv``, in hops where only the sum reads them."""
+        """True if all ranks drop the same attention weights of ``GATConv``, where only the sum uses these weights."""
         return False
 
     def max_over_ranks(self, value: Number) -> Number:

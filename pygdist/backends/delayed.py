@@ -55,9 +55,9 @@ class DelayedBackend(Backend):
     Args:
         delay: Training passes between posting a sum and using it (*r* of cd-r); 0 exchanges at once (cd-0), ``"never"``
             leaves out what other parts contribute (0c).
-        keep: With a delay, a row uses the last sum that arrived, in every pass until a newer one arrives. By default it
-            uses a sum only in the pass in which the sum arrives. Loses accuracy where most of a sum comes from other
-            parts.
+        keep: With a delay, a row uses the last sum that arrived, in every pass until a newer one arrives. This loses
+            accuracy where most of a sum comes from other parts. By default a row uses a sum only in the pass in which
+            the sum arrives.
         gradients: ``"local"`` keeps gradients in their part, ``"stale"`` also sends them to other parts, as late as
             sums: twice the bytes. The loss must then keep its scale: a scaler of the trainer's is refused, but a
             ``GradScaler`` of your own is noticed by nobody.

@@ -47,17 +47,19 @@ class HybridBackend(RecomputingBackend):
 
     Args:
         cache_ratio: Compute this share of the remote rows that each hop reads, those that are cheapest to compute; 0 is
-            ``comm``, 1 is ``cache``. Counting stops at very many edges: rows that need more count as equal.
+            ``comm``, 1 is ``cache``. Costs are counted up to very many edges: rows above
+            that cost the same.
         costs: Choose by these costs instead of measured ones.
         memory_gib: Most memory that replicas may take on a rank; no limit by default. While it chooses, a rank also
-            holds the in-edges of all rows that it could compute, which are not counted (none with ``cache_ratio=0``).
+            holds the in-edges of all rows that it could compute. The limit does not count these edges; with
+            ``cache_ratio=0`` there are none.
         replan: Measure and choose again even if a plan is kept.
         fetching: ``ring``, ``overlap``, ``wire_dtype`` and ``halo_gib``, as of
             :class:`~pygdist.backends.CommBackend`.
 
     Attributes:
         expected: The time that an epoch is expected to take, once it is planned; ``None`` with ``cache_ratio``. With
-            ``costs`` given, these are all that it counts: no latency, no averaging of gradients.
+            ``costs`` given, the time counts these alone: no latency, no averaging of gradients.
     """
 
     name = "hybrid"

@@ -58,15 +58,15 @@ _ELSEWHERE = "uses the features outside its first layer, but each rank holds onl
 class PushPullBackend(SampledBackend):
     """Push the structure of batches to the features' columns, pull the first layer's sums (P3, Sec. 3.2.2).
 
-    A step trains as one process would on the batches of all ranks. The model's first layer must be a sum with one
-    term for each column of its rows, up to and including its first weight, and get the graph's features as they are, or
-    after dropout. Norms over nodes take the statistics of the rows that all ranks' batches compute. The model is
-    evaluated on the whole graph, exactly, in the same way.
+    A step trains as one process would on the batches of all ranks. Up to and including its first weight, the
+    model's first layer must compute a sum with one term for each feature column. Its input must be the graph's
+    features, as they are or after dropout. Norms over nodes take the statistics of the rows that all ranks' batches
+    compute. The model is evaluated on the whole graph, exactly, in the same way.
 
     Ranks form groups of ``topology_parts`` ranks, which together hold all in-edges, and of ``feature_parts`` ranks,
     which together hold all columns (P3, Sec. 3.4). By default all ranks are one group. In smaller groups each rank
-    holds more copies, which travel once, and sends less. Both must divide the number of ranks. Results do not depend on
-    them, except which features are dropped.
+    holds more copies, which travel once, and sends less. Both numbers must divide the number of ranks. Results do not
+    depend on these numbers, except which features are dropped.
 
     Args:
         pipeline: Batches on their way at once: 1, or 3 as in the paper (Sec. 3.3). With 3, exchanges overlap computing,

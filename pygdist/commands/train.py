@@ -95,7 +95,7 @@ _TEXTS = {
     "trainer.enable_progress_bar": "Show a progress bar; true by default.",
     "trainer.max_epochs": "Stop training after so many epochs; -1 trains without end.",
     "trainer.max_steps": "Stop training after so many steps of the optimizer, if these come first; -1 for any number.",
-    "trainer.log_every_n_steps": "Log figures of steps every so many steps.",
+    "trainer.log_every_n_steps": "Log the figures of a training step after every so many steps.",
     "trainer.default_root_dir": "Folder of the runs, each in version_N; runs by default.",
     "trainer.check_val_every_n_epoch": "Validate after so many epochs.",
     "checkpoint.dirpath": "Folder of the checkpoints; checkpoints in the folder of the run by default.",

@@ -147,8 +147,8 @@ class Shard:
     def edge_index(self) -> Tensor:
         """Raise an ``AttributeError`` that names :attr:`adjacency`, whose ids are local."""
         raise AttributeError(
-            "a part has no edge_index: give a distributed model shard.adjacency, or in a module of pygdist's call "
-            "self(shard)"
+            "a part has no edge_index: call a distributed model with shard.adjacency in its place; inside a module of "
+            "pygdist, call self(shard)"
         )
 
     @property

@@ -30,8 +30,8 @@ class NodeClassifier(NodeModule):
     are sampled rarely. ``train_f1`` counts a node as often as it is sampled.
 
     A subclass with another loss overrides :meth:`node_losses`, which is called for whole parts and for mini-batches. It
-    may learn any labels. If they are numbers, ``(N, k)`` or with more dimensions, only the loss is logged, since
-    accuracy and F1 are for classes. A subclass for a model with several outputs (a tuple, list or dictionary)
+    may learn any labels. If they are numbers to predict, ``(N, k)`` or with more dimensions, only the loss is logged,
+    since accuracy and F1 are for classes. A subclass for a model with several outputs (a tuple, list or dictionary)
     overrides :meth:`logits` too.
     A subclass with an additional term adds it to ``super().training_step(batch, batch_idx)``.
 

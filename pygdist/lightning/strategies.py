@@ -351,7 +351,7 @@ class GraphDDPStrategy(OfLightning, DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Leave the run. If another error explains the exception, it is raised."""
+        """Leave the run. If another error explains the exception, that error is raised in its place."""
         super().on_exception(exception)
         told = self._explained(exception)
         if not _of_all_ranks(told) or (self._watchdog is not None and self._watchdog.verdict):

@@ -1,7 +1,7 @@
 """Gradients averaged over ranks at the end of each backward pass, in place: the model stays the caller's own module.
 
-The loss of a rank holds its part of the mean ``num_ranks`` times. The average over ranks is then the gradient of the
-whole loss. A term that is equal on all ranks, such as a penalty on parameters, needs no factor.
+Each rank multiplies its part of the mean by ``num_ranks``, so the average over ranks is the gradient of the whole loss.
+A term that is equal on all ranks, such as a penalty on parameters, needs no factor.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _UNSCALED = (
     "nodes, so a mean over each process's own nodes is not the mean over all; use graph.mean_loss()"
 )
 _BESIDE = (
-    "mean_loss: a tensor of shape {} gets its gradient {} times, as it is no parameter of a distributed model and "
-    "reaches the loss beside the model's input; divide its gradient by graph.num_ranks, or make it a parameter of the "
-    "model"
+    "mean_loss: the loss depends on a tensor of shape {} that is neither a parameter of a distributed model nor an "
+    "input of one, so its gradient is {} times too large; divide it by graph.num_ranks, or make the tensor a parameter "
+    "of the model"
 )
 
 
 class AveragedGradients:
-    """Averages the gradients of all ranks at the end of each backward pass, as DDP does beside a wrapper.
+    """Averages the gradients of all ranks at the end of each backward pass, as DDP does, but without a wrapper.
 
     Gradients of several passes add up as on one process. A parameter that a rank's pass does not reach counts as zeros
     there. All ranks make as many backward passes.

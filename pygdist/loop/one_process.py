@@ -35,10 +35,10 @@ _CODE = ("forward", "message", "message_and_aggregate", "aggregate", "update", "
 def accelerate(model: nn.Module, data: Data) -> nn.Module:
     """Let the layers of ``model`` run on pygdist's kernels on one process, in place; the script stays as it is.
 
-    The model is called as before and returns what it returned. PyG's layers that get ``data.edge_index`` are sparse
-    products and fused attention, where PyG makes a row for each edge. Layers that are called with other edges (a
-    mini-batch, a subset, ``adj_t``) run as in plain PyG; the first such call warns. Layers of your own, and layers that
-    pygdist does not support, run as in plain PyG too; ``accelerate`` names them in a warning.
+    The model is called as before and returns what it returned. PyG's layers that get ``data.edge_index`` are
+    computed by sparse products and fused attention; PyG itself makes a row for each edge. Layers that are called with
+    other edges (a mini-batch, a subset, ``adj_t``) run as in plain PyG; the first such call warns. Layers of your own,
+    and layers that pygdist does not support, run as in plain PyG too; ``accelerate`` names them in a warning.
     :func:`~pygdist.undistribute` takes it back.
 
     Args:
@@ -75,7 +75,9 @@ def accelerate(model: nn.Module, data: Data) -> nn.Module:
     if left:
         names = ", ".join(sorted({layer_name(one) for one in left}))
         warnings.warn(
-            f"accelerate: {names} runs as in plain PyG, no faster; kernels stand for PyG's own layers", stacklevel=2
+            f"accelerate: these layers run as in plain PyG, no faster: {names}; kernels are for layers of PyG that "
+            "pygdist supports",
+            stacklevel=2,
         )
     return model
 

@@ -209,8 +209,8 @@ class OpenGraph:
         Args:
             loss: A loss of torch that takes ``reduction``, as a function or a module, or a function that returns the
                 loss of each node. Class weights (``weight`` of a module) count as in torch's mean.
-            output: Output of the model for its nodes, ``(n, ...)``, or a row for each of other things that have labels,
-                such as pairs of nodes. It may be ``(n,)`` for labels ``(n, 1)``.
+            output: Output of the model, a row for each node, ``(n, ...)``; or a row for each labelled thing of another
+                kind, such as a pair of nodes. Outputs ``(n,)`` fit labels ``(n, 1)``.
             target: The labels, ``(n, ...)``; nodes with label -1 or NaN do not count.
             mask: The nodes that count, ``(n,)`` bool; all by default.
 
@@ -272,7 +272,8 @@ class OpenGraph:
             The rows, ``(*ids.shape, ...)``.
 
         Raises:
-            InputError: On all processes, if an id is no node of the graph, or ``rows`` are not those of its nodes.
+            InputError: On all processes, if an id is no node of the graph, or ``rows`` has not one row for
+                each of this process's nodes.
 
         Example:
             >>> z = model(graph.x, graph.edge_index)

@@ -152,7 +152,7 @@ def test_values_of_edges_that_only_the_model_knows(
     _compare(make(data), data, (data.x, data.edge_index))
 
 
-@pytest.mark.filterwarnings("ignore:accelerate. _Layer runs as in plain PyG")
+@pytest.mark.filterwarnings("ignore:accelerate. these layers run")
 def test_values_of_edges_where_edges_are_as_many_as_nodes(data: Data) -> None:
     data.edge_index = data.edge_index[:, : data.num_nodes]
     weight = torch.rand(data.num_nodes, dtype=torch.float64)
@@ -197,7 +197,7 @@ class _Encoder(_Layer):
         return (z[pairs[0]] * z[pairs[1]]).sum(dim=1)
 
 
-@pytest.mark.filterwarnings("ignore:accelerate. _")
+@pytest.mark.filterwarnings("ignore:accelerate. these layers run")
 def test_layers_of_ones_own_see_the_callers_order(data: Data) -> None:
     layer = _Remembering()
     twin = copy.deepcopy(layer)
@@ -395,7 +395,7 @@ def test_edges_that_change_after_the_call(data: Data) -> None:
         assert torch.allclose(found, twin(data.x, data.edge_index), rtol=0, atol=1e-12)
 
 
-@pytest.mark.filterwarnings("ignore:accelerate. SuperGATConv runs as in plain PyG, no faster")
+@pytest.mark.filterwarnings("ignore:accelerate. these layers run")
 @pytest.mark.filterwarnings("ignore:GCNConv runs as in plain PyG")
 @pytest.mark.parametrize("make", [
     lambda width: SuperGATConv(width, 3),

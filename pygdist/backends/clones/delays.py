@@ -27,7 +27,8 @@ class DelayOptions:
 
     Attributes:
         delay: Training passes between posting a sum and using it (*r*); 0 exchanges at once, ``"never"`` not at all.
-        keep: A row uses the last sum that arrived until a newer one does; otherwise only in the pass of its arrival.
+        keep: If true, a row uses the last sum that arrived, in every pass until a newer sum arrives; if false, only in
+            the pass in which the sum arrives.
         gradients: ``"local"``: a row's gradient stays in its part (Sec. 5.3). ``"stale"``: gradients travel as sums do.
         warm_up: Pass 0 sums over the edges here (``"local"``), or exchanges all at once (``"exact"``).
 

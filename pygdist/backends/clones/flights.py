@@ -136,7 +136,8 @@ class DelayedSum:
         communicator: The ranks, by which they compare later what they have posted.
         bins: The split nodes by bins.
         num_rows: Rows of the part.
-        keep: A row uses the last sum that arrived until a newer one does; otherwise only in the pass of its arrival.
+        keep: If true, a row uses the last sum that arrived, in every pass until a newer sum arrives; if false, only in
+            the pass in which the sum arrives.
 
     Attributes:
         rows: Local rows that get something of other parts; sorted, without duplicates.
