@@ -23,7 +23,6 @@ from pygdist.errors import InputError
 from pygdist.graph import Adjacency
 from pygdist.hops.arguments import mapped
 
-_LOOKS = 3  # losses whose history is looked at
 _ROUNDINGS = 64  # within which parameters count as equal
 _UNSCALED = (
     "backward() without graph.mean_loss(): gradients are averaged over processes, which have different numbers of "
@@ -211,11 +210,11 @@ class WholeInputs:
         return mapped(model.forward, args, kwargs, self._whole)
 
     def begin_loss(self, output: Tensor) -> None:
-        """Warn of leaves that reach the loss beside all models, in the first passes; forget passes that have failed."""
+        """Forget backward passes that have failed; warn, now and then, of leaves that reach the loss beside all models."""
         for averaged in self._models.values():
             averaged.give_up()
         self._looks += 1
-        if self._looks > _LOOKS or not output.requires_grad:
+        if self._looks.bit_count() > 1 or not output.requires_grad:  # the first, second, fourth, eighth, ... loss
             return
         leaf = next((one for one in _leaves(output) if one not in self._parameters), None)
         if leaf is not None:
