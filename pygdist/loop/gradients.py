@@ -210,7 +210,7 @@ class WholeInputs:
         return mapped(model.forward, args, kwargs, self._whole)
 
     def begin_loss(self, output: Tensor) -> None:
-        """Forget backward passes that have failed; warn, now and then, of leaves that reach the loss beside all models."""
+        """Forget backward passes that have failed; warn, now and then, of leaves beside all models."""
         for averaged in self._models.values():
             averaged.give_up()
         self._looks += 1
