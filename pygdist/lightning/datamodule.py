@@ -42,7 +42,7 @@ from pygdist.memory.overflow import writable
 from pygdist.nn.inputs import fill_in_sizes, names_of_node_inputs
 from pygdist.partition import DeviceMemory, Partitioner, resolve_partitioner
 from pygdist.partition.run import CACHE, cached_store, default_partitioner
-from pygdist.routing.refusals import refuse_layers
+from pygdist.routing.refusals import refuse_known_layers
 from pygdist.sampler import BatchLoader, MiniBatches
 
 _GRAIN = 1 << 26  # sizes of memory are rounded down to a multiple of so many bytes
@@ -368,8 +368,7 @@ class GraphDataModule(OfLightning, pl.LightningDataModule):
     def _fill_in_sizes(self) -> None:
         """Done before callbacks are set up, as those that average weights then copy the model."""
         if self._module is not None and self._model is not None:
-            if isinstance(backend := getattr(self._module, "backend", None), Backend):
-                refuse_layers(self._model, backend)  # before the model runs
+            refuse_known_layers(self._model)
             fill_in_sizes(self._model, self.shard)
 
     def _num_parts(self) -> int | DeviceMemory:

@@ -30,8 +30,8 @@ _UNSCALED = (
 )
 _BESIDE = (
     "mean_loss: the loss depends on a tensor of shape {} that is neither a parameter of a distributed model nor an "
-    "input of one, so its gradient is {} times too large; divide it by graph.num_ranks, or make the tensor a parameter "
-    "of the model"
+    "input of one: its gradient is that of this process's share, {} times; make it a parameter of a model that "
+    "graph.distribute gets, or, if each process has rows of its own in it, divide its gradient by graph.num_ranks"
 )
 
 
@@ -80,14 +80,15 @@ class AveragedGradients:
         return type(None), ()
 
     def look_at(self, model: nn.Module) -> None:
-        """Begin a pass of the model: average the gradients of parameters that are new or no longer frozen, too."""
-        self.give_up()
+        """Outside of a backward pass: average the gradients of parameters that are new or no longer frozen, too."""
+        self._give_up()
         self._found_in(model)
 
-    def give_up(self) -> None:
-        """Forget a backward pass that has failed, and put earlier gradients back."""
+    def _give_up(self) -> None:
+        """Forget a backward pass that has failed; earlier gradients go back, unless the loop has dropped them since."""
         for number, gradient in self._before.items():
-            self._parameters[number].grad = gradient
+            if self._parameters[number].grad is not None:
+                self._parameters[number].grad = gradient
         self._before, self._reached = {}, set()
 
     def _set_aside(self, number: int, _: Tensor) -> None:
@@ -203,20 +204,28 @@ class WholeInputs:
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the arguments of a call."""
-        averaged = self._models.get(model)
-        if averaged is not None and torch.is_grad_enabled() and not torch._C._current_graph_task_id() >= 0:
-            averaged.look_at(model)
-            self._note(model)
+        if model in self._models:
+            self._look_at(model)
         return mapped(model.forward, args, kwargs, self._whole)
 
-    def begin_loss(self, output: Tensor) -> None:
-        """Forget backward passes that have failed; warn, now and then, of leaves beside all models."""
-        for averaged in self._models.values():
-            averaged.give_up()
-        self._looks += 1
-        if self._looks.bit_count() > 1 or not output.requires_grad:  # the first, second, fourth, eighth, ... loss
+    def _look_at(self, model: nn.Module) -> None:
+        if torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0:
+            self._models[model].look_at(model)
+            self._note(model)
+
+    def begin_loss(self) -> None:
+        """Look for new parameters of all models, which may be called past their ``forward``."""
+        for model in list(self._models):
+            self._look_at(model)
+
+    def look_at_loss(self, loss: Tensor) -> None:
+        """Warn, now and then, of leaves that reach a loss beside all models."""
+        if not loss.requires_grad:
             return
-        leaf = next((one for one in _leaves(output) if one not in self._parameters), None)
+        self._looks += 1
+        if self._looks.bit_count() > 1:  # all but the first, second, fourth, eighth, ...
+            return
+        leaf = next((one for one in _leaves(loss) if one not in self._parameters), None)
         if leaf is not None:
             warnings.warn(_BESIDE.format(tuple(leaf.shape), self._num_ranks), stacklevel=3)
 

@@ -24,7 +24,7 @@ from pygdist.graph.identity import fixable, identity_of, version_of
 from pygdist.graph.memo import Memo
 from pygdist.hops.arguments import mapped, named_values, node_dim
 from pygdist.hops.hop import Deferred, Hop
-from pygdist.hops.layer import CACHES, hooked, layer_name, own_class, written_hop
+from pygdist.hops.layer import CACHES, hooked, hooked_module, layer_name, modules_of_messages, own_class, written_hop
 from pygdist.routing.distribute import distribute_layers, with_own_classes
 from pygdist.routing.refusals import reason_against_layer
 
@@ -137,12 +137,25 @@ class OneProcess(CommBackend):
 
 
 def _is_pygs(layer: MessagePassing) -> bool:
-    """True if a layer's ``forward`` and hops are PyG's code: that of a user may know edges by their order."""
+    """True if a layer's hops are code of PyG and torch: that of a user may know edges by their order."""
     cls = own_class(layer)
     written = (written_hop(cls, name) for name in ("propagate", "edge_updater"))
-    return all(
-        one.__module__.startswith("torch_geometric.") for one in (*(getattr(cls, name) for name in _CODE), *written)
-    )
+    code = [*(getattr(cls, name) for name in _CODE), *written, *(own_class(one) for one in _of_hops(layer))]
+    return all(one.__module__.startswith(("torch_geometric.", "torch.")) for one in code)
+
+
+def _of_hops(layer: MessagePassing) -> list[nn.Module]:
+    """Return the modules that a layer's hops run on messages."""
+    called = [*modules_of_messages(layer), *filter(None, [layer.aggr_module])]
+    return [inside for one in called for inside in one.modules()]
+
+
+def _is_looked_at(layer: MessagePassing) -> bool:
+    """True if hooks, an explainer or a method set on the layer see its messages, or it has cached other edges."""
+    inside = any(hooked_module(one) for one in _of_hops(layer))
+    own = any(name in vars(layer) for name in _CODE)
+    cached = any(getattr(layer, name, None) is not None for name in CACHES)
+    return hooked(layer) or inside or own or cached or bool(layer.explain)
 
 
 def _in_pyg(hop: Hop) -> Tensor:
@@ -201,9 +214,8 @@ class _Graph:
 
     def takes(self, layer: MessagePassing, values: list[tuple[str, Any]]) -> bool:
         """True if a call uses the graph's rows and edges, and no hook or explainer reads the layer's messages."""
-        looked_at = hooked(layer) or layer.explain or any(getattr(layer, name, None) is not None for name in CACHES)
         has_rows = all(_has_rows(layer, name, one, self._num_nodes) for name, one in values)
-        return not looked_at and has_rows and self.is_among(values)
+        return has_rows and not _is_looked_at(layer) and self.is_among(values)
 
     def is_among(self, values: list[tuple[str, Any]]) -> bool:
         """True if one of some values is the graph's edges."""

@@ -33,7 +33,7 @@ from pygdist.partition import Partitioner
 from pygdist.partition.run import CACHE, cached_store
 from pygdist.routing.agreement import agree_on_parts, options_of_backend, options_of_model
 from pygdist.routing.distribute import distribute, with_hooks
-from pygdist.routing.refusals import refuse_layers
+from pygdist.routing.refusals import refuse_known_layers
 
 _WHOLE_GRAPH = " (for sizes of the whole graph: graph.num_nodes, graph.num_classes; graph.data has this process's part)"
 _OPTIONS, _NO_CLASS = ("weight", "ignore_index"), -100  # of a loss of torch, that its mean depends on
@@ -174,7 +174,7 @@ class OpenGraph:
         Raises:
             InputError: On all processes, as :func:`~pygdist.distribute`.
         """
-        refuse_layers(model, self._backend)
+        refuse_known_layers(model)
         fill_in_sizes(model, self._shard)
         require_alike(options_of_model(model, buffers=True), self._communicator, _WHOLE_GRAPH)
         model.to(self.device)
@@ -221,7 +221,7 @@ class OpenGraph:
         if target is None:
             raise InputError("mean_loss: the graph has no labels (data.y)")
         self._scaled = True
-        self._inputs.begin_loss(output)
+        self._inputs.begin_loss()
         self._communicator.move("in graph.mean_loss")
         every = torch.ones(len(target), dtype=torch.bool, device=target.device) if mask is None else mask
         rows = labelled_rows(target, every)
@@ -230,6 +230,7 @@ class OpenGraph:
             labels = labels.squeeze(1)  # torch would take each with each
         values = _by_node(loss)(outputs, labels)
         wrong = values.shape not in (rows.shape, labels.shape, outputs.shape)
+        self._inputs.look_at_loss(values)
         local, share = values.sum(), 0.0 if wrong else _share(loss, values, labels)
         sums = self._communicator.gather([float(local.detach()), share, float(wrong)]).sum(dim=0)
         if sums[2]:  # on some rank, so all raise

@@ -67,6 +67,17 @@ def refuse_layers(model: nn.Module, backend: Backend) -> None:
         raise InputError(f"backend '{backend.name or type(backend).__name__}' cannot run " + "; ".join(clauses))
 
 
+def refuse_known_layers(model: nn.Module) -> None:
+    """Refuse layers that run on no backend, before the model runs to find its sizes.
+
+    Raises:
+        InputError: Names the first one, with the reason.
+    """
+    for path, module in model.named_modules():
+        if (reason := _known_reason(module)) is not None:
+            raise InputError(f"no backend can run '{path or 'model'}' ({type(module).__name__}): it {reason}")
+
+
 def refusals(model: nn.Module, backend: Backend) -> list[str]:
     """One clause for each module of ``model`` that cannot run: its path, class and the reason."""
     clauses = []
@@ -90,9 +101,8 @@ def reason_against_layer(layer: MessagePassing, backend: Backend) -> str | None:
 
 
 def _reason(module: nn.Module, backend: Backend, inside: set[nn.Module]) -> str | None:
-    for cls in type(module).__mro__:
-        if cls.__name__ in REFUSED_LAYERS and cls.__module__.startswith("torch_geometric."):
-            return REFUSED_LAYERS[cls.__name__]
+    if (known := _known_reason(module)) is not None:
+        return known
     if isinstance(module, (CorrectAndSmooth, LabelPropagation, MessagePassing)):
         return _reason_of_layer(module, backend)
     if readouts := _readouts(type(module)):
@@ -113,6 +123,13 @@ def _reason(module: nn.Module, backend: Backend, inside: set[nn.Module]) -> str 
         return "attends over all nodes"
     if type(module).__module__.startswith(("torch_geometric.nn.pool", "torch_geometric.nn.unpool")):
         return "pools nodes of the whole graph"
+    return None
+
+
+def _known_reason(module: nn.Module) -> str | None:
+    for cls in type(module).__mro__:
+        if cls.__name__ in REFUSED_LAYERS and cls.__module__.startswith("torch_geometric."):
+            return REFUSED_LAYERS[cls.__name__]
     return None
 
 

@@ -6,6 +6,7 @@ import copy
 import io
 import subprocess
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,14 @@ from torch_geometric.nn import (
     GCN,
     MLP,
     DirGNNConv,
+    EdgeConv,
     GATConv,
     GATv2Conv,
     GCNConv,
     GraphUNet,
     MessagePassing,
     SAGEConv,
+    SimpleConv,
     SuperGATConv,
     TransformerConv,
 )
@@ -208,6 +211,35 @@ def test_layers_of_ones_own_see_the_callers_order(data: Data) -> None:
     model = _Encoder(data.num_features)
     _compare(model, data, (data.x, data.edge_index, torch.randint(data.num_nodes, data.edge_index.shape)))
     assert type(model.conv).__name__ == "DistributedGCNConv"
+
+
+class _Shift(nn.Module):
+    """Has a value for each edge."""
+
+    def __init__(self, num_edges: int) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.rand(num_edges, 1, dtype=torch.float64))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows + self.shift
+
+
+def _reversed(self: MessagePassing, x_j: Tensor, edge_weight: Tensor | None) -> Tensor:
+    return x_j * torch.arange(len(x_j)).view(-1, 1)
+
+
+@pytest.mark.filterwarnings("ignore:accelerate. these layers run")
+@pytest.mark.parametrize("kind", ["inside", "set on the layer", "hook inside"])
+def test_code_of_the_users_inside_of_a_layer_sees_the_callers_order(kind: str, data: Data) -> None:
+    seen = list[Tensor]()
+    layer: Any = SimpleConv() if kind == "set on the layer" else EdgeConv(_Shift(data.num_edges))
+    if kind == "set on the layer":
+        layer.message = types.MethodType(_reversed, layer)
+    elif kind == "hook inside":
+        layer = EdgeConv(nn.Linear(2 * data.num_features, 3).double())
+        layer.nn.register_forward_hook(lambda _, __, out: seen.append(out.detach()))
+    _compare(layer, data, (data.x, data.edge_index))
+    assert not seen or torch.equal(*seen)
 
 
 def test_attention_of_as_many_edges_as_nodes(data: Data) -> None:

@@ -292,7 +292,7 @@ def _copied(rank: int, num_ranks: int, folder: str) -> list[Any]:
 def test_copies_of_a_model_and_layers_that_are_refused(pool: RankPool, tmp_path: Path) -> None:
     for *equal, said in pool.run(_copied, 2, str(tmp_path)):
         assert equal == [True] * 3
-        assert "(HeteroConv): it works on heterogeneous graphs" in said
+        assert "no backend can run '1' (HeteroConv): it works on heterogeneous graphs" in said
 
 
 def _compiled(rank: int, num_ranks: int, folder: str) -> float:
@@ -363,9 +363,7 @@ def _of_heads(rank: int, num_ranks: int, folder: str) -> list[Any]:
     beside = torch.ones(4, dtype=torch.float64, requires_grad=True)
     other = open_graph(_graph, cache_dir=folder)
     twin = other.distribute(GCN(12, 4, num_layers=1).double())
-    with pytest.warns(
-        UserWarning, match=r"a tensor of shape \(4,\) that is neither .* its gradient is 3 times too large"
-    ):
+    with pytest.warns(UserWarning, match=r"a tensor of shape \(4,\) that is neither .* this process's share, 3 times"):
         other.mean_loss(F.cross_entropy, twin(other.x, other.edge_index) + beside, other.y)
     alive = weakref.ref(undistribute(twin).convs[0].lin.weight)
     del twin
