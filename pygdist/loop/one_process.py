@@ -102,8 +102,9 @@ class OneProcess(CommBackend):
         values = named_values(call, args, kwargs)
         if any(isinstance(one, Adjacency) for _, one in values):  # of the layer in which this one is
             return super().run_layer(layer, forward, args, kwargs)
-        if graph is None or not graph.takes(layer, values):
-            if graph is not None and not graph.is_among(values):
+        on_graph = graph is not None and graph.is_among(values)
+        if graph is None or not on_graph or not graph.fits(layer, values):
+            if graph is not None and not on_graph:
                 graph.tell_of_others(layer, values)
             with with_own_classes(layer):
                 return layer.forward(*args, **kwargs)
@@ -153,9 +154,9 @@ def _of_hops(layer: MessagePassing) -> list[nn.Module]:
 def _is_looked_at(layer: MessagePassing) -> bool:
     """True if hooks, an explainer or a method set on the layer see its messages, or it has cached other edges."""
     inside = any(hooked_module(one) for one in _of_hops(layer))
-    own = any(name in vars(layer) for name in _CODE)
+    has_own_methods = any(name in vars(layer) for name in _CODE)
     cached = any(getattr(layer, name, None) is not None for name in CACHES)
-    return hooked(layer) or inside or own or cached or bool(layer.explain)
+    return hooked(layer) or inside or has_own_methods or cached or bool(layer.explain)
 
 
 def _in_pyg(hop: Hop) -> Tensor:
@@ -212,10 +213,9 @@ class _Graph:
             num_classes=0, multi_label=False, counts=dict.fromkeys(MASKS, 0), **dict.fromkeys(MASKS),
         )  # fmt: skip
 
-    def takes(self, layer: MessagePassing, values: list[tuple[str, Any]]) -> bool:
-        """True if a call uses the graph's rows and edges, and no hook or explainer reads the layer's messages."""
-        has_rows = all(_has_rows(layer, name, one, self._num_nodes) for name, one in values)
-        return has_rows and not _is_looked_at(layer) and self.is_among(values)
+    def fits(self, layer: MessagePassing, values: list[tuple[str, Any]]) -> bool:
+        """True if a call uses the graph's rows, and no hook or explainer reads the layer's messages."""
+        return all(_has_rows(layer, name, one, self._num_nodes) for name, one in values) and not _is_looked_at(layer)
 
     def is_among(self, values: list[tuple[str, Any]]) -> bool:
         """True if one of some values is the graph's edges."""
@@ -305,9 +305,9 @@ class _Graph:
             return None, None
         loops = loop.nonzero().view(-1)
         order = torch.cat([at[number.argsort()], loops[mine[0, loops].argsort(stable=True)]])
-        found = mine[:, order]
-        same = torch.equal(found[:, : at.numel()], edges[:, kept])
-        return (found, order) if same else (None, None)
+        as_in_pyg = mine[:, order]
+        same = torch.equal(as_in_pyg[:, : at.numel()], edges[:, kept])
+        return (as_in_pyg, order) if same else (None, None)
 
 
 def _in_order(value: Any, order: Tensor | None, num_edges: int) -> Any:

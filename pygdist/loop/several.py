@@ -285,14 +285,14 @@ class OpenGraph:
         self._communicator.agree(self._wrong_rows(rows, ids))
         wanted = ids.reshape(-1)
         if self.num_ranks == 1:
-            found = rows.index_select(0, wanted)
+            chosen = rows.index_select(0, wanted)
         else:
             if self._directory is None:
                 self._directory = NodeDirectory(self.n_id, self.num_nodes, self._communicator)
             plan, position = self._directory.plan(wanted.to(self._directory.device))
             fetched = self._communicator.exchange_rows(rows, plan, label="rows of any nodes")
-            found = torch.cat([rows, fetched]).index_select(0, position)
-        return found.reshape((*ids.shape, *rows.shape[1:]))
+            chosen = torch.cat([rows, fetched]).index_select(0, position)
+        return chosen.reshape((*ids.shape, *rows.shape[1:]))
 
     def _wrong_rows(self, rows: Tensor, ids: Tensor) -> str | None:
         if rows.size(0) != len(self.n_id):
