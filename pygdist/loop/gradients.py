@@ -33,6 +33,11 @@ _BESIDE = (
     "input of one: its gradient is that of this process's share, {} times; make it a parameter of a model that "
     "graph.distribute gets, or, if each process has rows of its own in it, divide its gradient by graph.num_ranks"
 )
+_SHARED = (
+    "an input of the model depends on a tensor of shape {} that is no parameter of a distributed model and has no row "
+    "for each node or edge of this process: its gradient is this process's share of that of the mean; make it a "
+    "parameter of a model that graph.distribute gets, or add its gradients of all processes"
+)
 
 
 class AveragedGradients:
@@ -55,7 +60,8 @@ class AveragedGradients:
         self._parameters: list[nn.Parameter] = []
         self._known = WeakIdKeyDictionary()
         self._before: dict[int, Tensor | None] = {}  # gradients of earlier passes, by number of the parameter
-        self._reached = set[int]()
+        self._reached: dict[int, int] = {}  # versions of the gradients of this pass
+        self._end: weakref.ref[Callable[[], None]] | None = None  # autograd holds it while this pass runs
         self._passes, self._hooks = 0, list[RemovableHandle]()
         self._found_in(model)
 
@@ -85,28 +91,33 @@ class AveragedGradients:
         self._found_in(model)
 
     def _give_up(self) -> None:
-        """Forget a backward pass that has failed; earlier gradients go back, unless the loop has dropped them since."""
+        """Forget a backward pass that has failed; earlier gradients go back, unless the loop has changed them since."""
         for number, gradient in self._before.items():
-            if self._parameters[number].grad is not None:
-                self._parameters[number].grad = gradient
-        self._before, self._reached = {}, set()
+            parameter = self._parameters[number]
+            if parameter.grad is not None and parameter.grad._version == self._reached.get(number):
+                parameter.grad = gradient
+        self._before, self._reached = {}, {}
 
     def _set_aside(self, number: int, _: Tensor) -> None:
         """Put the gradient of earlier passes, which is averaged already, aside before this pass adds its own."""
-        if not self._before:
-            Variable._execution_engine.queue_callback(self._average)
+        if self._end is None or self._end() is None:  # autograd lets go of it if a pass fails
+            self._give_up()
+            end = partial(self._average)
+            self._end = weakref.ref(end)
+            Variable._execution_engine.queue_callback(end)
         parameter = self._parameters[number]
         if number not in self._before:
             self._before[number], parameter.grad = parameter.grad, None
 
     def _reach(self, number: int, _: Tensor) -> None:
-        self._reached.add(number)  # torch.autograd.grad adds to no parameter, and comes not here
+        gradient = self._parameters[number].grad  # torch.autograd.grad adds to no parameter, and comes not here
+        self._reached[number] = -1 if gradient is None else gradient._version
 
     def _average(self) -> None:
         """Send all gradients of a dtype at once, in the order of the parameters, each with a flag: some rank has it."""
-        before, self._before = self._before, {}
+        before, self._before, self._end = self._before, {}, None
         num_ranks = self._communicator.world_size
-        reached, self._reached = self._reached, set()
+        reached, self._reached = self._reached, {}
         mine = {number: one.to_dense() for number in reached if (one := self._parameters[number].grad) is not None}
         for number, gradient in before.items():
             self._parameters[number].grad = gradient
@@ -180,10 +191,13 @@ class WholeInputs:
 
     Args:
         num_ranks: Number of ranks.
+        num_rows: Numbers of rows of tensors of this rank's nodes and of its edges. Inputs that depend on other tensors,
+            of which each rank has a copy, are warned of.
     """
 
-    def __init__(self, num_ranks: int) -> None:
-        self._num_ranks, self._looks = num_ranks, 0
+    def __init__(self, num_ranks: int, num_rows: tuple[int, ...]) -> None:
+        self._num_ranks, self._num_rows = num_ranks, num_rows
+        self._looks, self._told = 0, False
         self._parameters = WeakIdKeyDictionary()  # of all distributed models
         self._models: weakref.WeakKeyDictionary[nn.Module, AveragedGradients] = weakref.WeakKeyDictionary()
 
@@ -191,7 +205,7 @@ class WholeInputs:
         return self  # a copy of a model has parameters of its own
 
     def __reduce__(self) -> Any:
-        return WholeInputs, (self._num_ranks,)
+        return WholeInputs, (self._num_ranks, self._num_rows)
 
     def add(self, model: nn.Module, averaged: AveragedGradients) -> None:
         """Note a model and what averages its gradients."""
@@ -231,9 +245,17 @@ class WholeInputs:
 
     def _whole(self, _: str, value: Any) -> Any:
         wants = isinstance(value, Tensor) and value.requires_grad and not isinstance(value, Adjacency)
-        if not wants or any(one in self._parameters for one in _leaves(value)):
+        leaves = list(_leaves(value)) if wants else []
+        if not wants or any(one in self._parameters for one in leaves):
             return value
+        self._tell_of_copies(leaves)
         return _Whole.apply(value, self._num_ranks)  # type: ignore[no-untyped-call]
+
+    def _tell_of_copies(self, leaves: list[Tensor]) -> None:
+        copied = next((one for one in leaves if not one.dim() or one.size(0) not in self._num_rows), None)
+        if copied is not None and not self._told:
+            self._told = True
+            warnings.warn(_SHARED.format(tuple(copied.shape)), stacklevel=4)
 
 
 def _leaves(value: Tensor) -> Iterator[Tensor]:

@@ -152,11 +152,10 @@ def _of_hops(layer: MessagePassing) -> list[nn.Module]:
 
 
 def _is_looked_at(layer: MessagePassing) -> bool:
-    """True if hooks, an explainer or a method set on the layer see its messages, or it has cached other edges."""
+    """True if hooks, an explainer or a method set on the layer see its messages."""
     inside = any(hooked_module(one) for one in _of_hops(layer))
     has_own_methods = any(name in vars(layer) for name in _CODE)
-    cached = any(getattr(layer, name, None) is not None for name in CACHES)
-    return hooked(layer) or inside or has_own_methods or cached or bool(layer.explain)
+    return hooked(layer) or inside or has_own_methods or bool(layer.explain)
 
 
 def _in_pyg(hop: Hop) -> Tensor:
@@ -214,8 +213,10 @@ class _Graph:
         )  # fmt: skip
 
     def fits(self, layer: MessagePassing, values: list[tuple[str, Any]]) -> bool:
-        """True if a call uses the graph's rows, and no hook or explainer reads the layer's messages."""
-        return all(_has_rows(layer, name, one, self._num_nodes) for name, one in values) and not _is_looked_at(layer)
+        """True if a call uses the graph's rows, the layer has cached no other edges, and nothing reads its messages."""
+        has_other_cache = layer not in self._cached and any(getattr(layer, name, None) is not None for name in CACHES)
+        has_rows = all(_has_rows(layer, name, one, self._num_nodes) for name, one in values)
+        return has_rows and not has_other_cache and not _is_looked_at(layer)
 
     def is_among(self, values: list[tuple[str, Any]]) -> bool:
         """True if one of some values is the graph's edges."""

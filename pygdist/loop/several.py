@@ -123,7 +123,7 @@ class OpenGraph:
         self._shard, self._backend, self._communicator, self._joined = shard, backend, communicator, joined
         self._scaled = False  # a loss was made by mean_loss
         self._directory: NodeDirectory | None = None
-        self._inputs = WholeInputs(communicator.world_size)
+        self._inputs = WholeInputs(communicator.world_size, (len(shard.owned_id), shard.adjacency.size(1)))
         self._left_out = left_out  # tensors of nodes that the graph has, and the parts have not
         self.x, self.edge_index, self.y = shard.x, shard.adjacency, shard.y
         self.train_mask, self.val_mask, self.test_mask = shard.train_mask, shard.val_mask, shard.test_mask
@@ -263,7 +263,7 @@ class OpenGraph:
     def rows(self, rows: Tensor, ids: Tensor) -> Tensor:
         """Return the rows of any nodes of the graph, such as the ends of pairs to score; every process calls it.
 
-        Differentiable. Each process may ask for other nodes, and for none.
+        Differentiable. Processes may ask for different nodes, or for none.
 
         Args:
             rows: A row for each of this process's nodes, ``(n, ...)``, such as the model's output.
@@ -304,7 +304,7 @@ class OpenGraph:
         return None
 
     def gather(self, rows: Tensor) -> Tensor | None:
-        """Return the rows of all nodes in the order of the graph, on the first process's host; ``None`` on the others.
+        """Return the rows of all nodes in the order of the graph, on the first process's CPU; ``None`` on the others.
 
         Args:
             rows: A row for each of this process's nodes, ``(n, ...)``, such as the model's output.
