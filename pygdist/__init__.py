@@ -8,14 +8,14 @@ owned node   A node whose output and loss this rank computes. One rank owns it.
 halo row     A copy of another rank's node, refreshed by communication.
 replica      A copy of another rank's node, computed locally, again.
 split node   A node that a vertex cut puts in several parts.
-hop          One call of ``propagate`` or ``edge_updater``.
-pass         What the model runs on now: the part, a rehearsal on a few nodes, a mini-batch, or slices.
+hop          One call of ``propagate``, with the call of ``edge_updater`` before it, if there is one.
+pass         One run of the model: on the part, on a few nodes (a rehearsal), on a mini-batch, or on slices.
 exchange     Rows or columns leave their owners; gradients come back.
 source group The edges whose sources one rank sends (NeutronStar calls it a chunk).
 chunk        Some destinations with all their in-edges (NeutronTP).
 slice        Some columns of all rows.
-block        Some destinations of a hop, computed at a time on one rank.
-piece        Rows that arrive at a time.
+block        Some destinations of a hop, computed together on one rank.
+piece        Rows that arrive together.
 ============ ===========================================================================================
 
 Importing ``pygdist`` is fast: torch, PyTorch Geometric and Lightning are imported when a name that needs them is used.

@@ -45,18 +45,19 @@ class Abilities:
         placement: How the graph must be placed on the ranks.
         num_hops: Hops around its owned nodes that a part on disk must hold.
         distributed: Runs on several ranks.
-        trains_parts: Trains each part by itself. No row comes from another rank's model, so gradients or models must
-            be averaged; a rank may have several parts, one after another.
+        trains_parts: Trains each part by itself. No row comes from another rank's model. Gradients or models must be
+            averaged. A rank may have several parts, one after another.
         mini_batches: Trains on mini-batches too, drawn from the graph that its ``part_graph(shard)`` returns.
         holds_columns: Ranks hold columns of the features, so :meth:`Backend.whole_first_layer` computes the first layer
             in an evaluation.
         evaluates: Also validates, tests and predicts. If not, the model is evaluated on the whole graph instead, with
-            rows fetched from their owners, unless the user switches that off.
+            rows fetched from their owners, unless ``exact_evaluation`` is off.
         mixes_columns: Runs layers whose message or aggregation mixes the columns of a row.
         reruns_layers: Runs layers that are called outside a forward pass of the model. Also runs any layer again in the
             backward pass (activation checkpointing), even one that the forward pass calls several times.
         stateful: A checkpoint must hold :meth:`Backend.state_dict`.
-        lag: An epoch has so many steps more than batches, and something is on its way between two of its steps.
+        lag: Number of steps that an epoch has beyond its batches. If above 0, something is on its way between two
+            steps.
         late_gradients: Adds gradients of earlier passes, so the loss must keep its scale.
     """
 
@@ -90,7 +91,7 @@ class Backend(ABC):
         per_graph: Names of the attributes that belong to one graph. :meth:`unbind` sets them to ``None``, and pickles
             do not hold them. A subclass lists its own: ``per_graph = ("_mine",)``.
         savings: Shortcuts that the model takes; :func:`~pygdist.routing.distribute` may set others.
-        kept: What is kept of hops until the graph goes.
+        kept: Results of hops, kept until :meth:`unbind`.
     """
 
     name: ClassVar[str] = ""
@@ -214,7 +215,7 @@ class Backend(ABC):
         """
 
     def look_at(self, model: nn.Module, batches: Any) -> None:  # noqa: B027 (a hook, as above)
-        """Called on all ranks before a model is trained or evaluated, when it is distributed and this is bound.
+        """Called on all ranks before a model is trained or evaluated, with model and backend ready.
 
         Args:
             model: The model.
@@ -228,7 +229,7 @@ class Backend(ABC):
         """Called on all ranks at the start of each training step on mini-batches that are sampled across ranks."""
 
     def end_step(self) -> Tensor | None:
-        """Called on all ranks at the end of each such step, before its backward pass.
+        """Called on all ranks at the end of a step that :meth:`begin_step` began, before its backward pass.
 
         Returns:
             A zero, to be added to the loss, whose backward pass adds gradients; ``None`` if there are none.
@@ -303,12 +304,12 @@ class Backend(ABC):
             num_rows: Rows of this rank.
 
         Returns:
-            ``(num_rows,)``; the numbers of rows that the rank owns are right.
+            ``(num_rows,)``; right for rows that the rank owns.
         """
         return sums_at_owners(self.source_rows, source, value, num_rows)
 
     def source_degrees(self, degree: Tensor, edge_weight: Tensor | None, loop_weight: float | None) -> Tensor | None:
-        """Return the in-degrees of sources in the whole graph, if this backend knows them without their owners.
+        """Return the in-degrees of sources in the whole graph, if this backend knows them without asking owners.
 
         Args:
             degree: In-degrees of destinations, by the edges here that the layer normalises.
@@ -334,14 +335,14 @@ class Backend(ABC):
         return None
 
     def begin_module(self, module: nn.Module) -> None:  # noqa: B027
-        """Note that a module that looks at all nodes, such as a norm, begins to run."""
+        """Called when a module that looks at all nodes, such as a norm, begins to run."""
 
     def owned_rows(self, x: Tensor) -> Tensor:
         """The rows of a layer's output that this rank owns; statistics over nodes are taken over these."""
         return x
 
     def whole_degrees(self, degree: Tensor) -> Tensor:
-        """Return the in-degrees of rows in the whole graph, from those by the edges here; every rank calls it."""
+        """Return the in-degrees of rows in the whole graph, given those counted here; every rank calls it."""
         return degree  # a rank has all in-edges of its own nodes
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
@@ -378,7 +379,7 @@ class Backend(ABC):
 
     @property
     def aggregates_first(self) -> bool:
-        """True if linear layers aggregate rows and not their products, where either will do."""
+        """True if linear layers aggregate rows before they multiply by the weight, where either will do."""
         return False
 
     @property
@@ -425,7 +426,7 @@ class Backend(ABC):
 
     @property
     def planning_s(self) -> float | None:
-        """Seconds of the first epoch that this rank spent on choosing rows; ``None`` if it chose none."""
+        """Seconds of the first epoch that this rank spent on choosing rows; ``None`` if there was no choice."""
         return None
 
     def exact_case(self, num_hops: int) -> Backend | None:

@@ -58,10 +58,10 @@ _ELSEWHERE = "uses the features outside its first layer, but each rank holds onl
 class PushPullBackend(SampledBackend):
     """Push the structure of batches to the features' columns, pull the first layer's sums (P3, Sec. 3.2.2).
 
-    A step trains as one process would on the batches of all ranks. Up to and including its first weight, the
-    model's first layer must compute a sum with one term for each feature column. Its input must be the graph's
-    features, as they are or after dropout. Norms over nodes take the statistics of the rows that all ranks' batches
-    compute. The model is evaluated on the whole graph, exactly, in the same way.
+    A step trains as one process would on the batches of all ranks. The model's first layer must, up to and including
+    its first weight, be a sum with one term for each feature column. Its input must be the graph's features, as they
+    are or after dropout. Norms over nodes take the statistics of the rows that all ranks' batches compute. Evaluation
+    is exact, on the whole graph; its first layer runs by columns, too.
 
     Ranks form groups of ``topology_parts`` ranks, which together hold all in-edges, and of ``feature_parts`` ranks,
     which together hold all columns (P3, Sec. 3.4). By default all ranks are one group. In smaller groups each rank
@@ -286,7 +286,7 @@ class PushPullBackend(SampledBackend):
 
     @override
     def look_at(self, model: nn.Module, batches: Any) -> None:
-        """Try a model on a small neighbourhood, the same on all ranks: which layer gets the features, and its hops.
+        """Try a model on a small neighbourhood, alike on all ranks; find its hops and the layer that gets the features.
 
         Raises:
             InputError: If the model cannot be cut there; the message says why.

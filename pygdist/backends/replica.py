@@ -40,10 +40,10 @@ _WEIGHTED = Slot[Adjacency]("with the graph's weights")
 class ReplicaBackend(RecomputingBackend):
     """Train each part with its surroundings alone (CATGNN, Sec. 3.2 and 4.2).
 
-    Approximate, and exact where ``hops`` is no less than the model's: then it computes what ``cache`` does, but norms
-    over nodes take the statistics of the part. A layer computes the rows that later layers need: those within ``hops``
-    hops, or fewer if fewer hops follow. Nodes ``hops`` away have the edges that the partitioned graph holds of them:
-    in-edges from nodes that are nearer, and their self-loops. Degrees, for GCN's weights, are those of the whole graph.
+    Approximate. With ``hops`` no less than the model's, it computes what ``cache`` does, except that norms over nodes
+    take the statistics of the part. A layer computes the rows that later layers need: those within ``hops`` hops, or
+    fewer if fewer hops follow. Nodes ``hops`` hops away have only their self-loops and the in-edges from nearer nodes.
+    Degrees, for GCN's weights, are those of the whole graph.
 
     Any part of a graph will do, and any number of parts: ranks never wait for each other here. Whoever trains parts
     must average the models (:class:`~pygdist.lightning.ModelAveragingStrategy`) or the gradients.

@@ -90,9 +90,9 @@ class TensorBackend(Backend):
             By default a few where slices are large.
         overlap: Let the rows of one chunk and the results of another travel while a third is computed (Sec. 4.2.2).
             Otherwise all rows arrive before the first chunk, and the results of a chunk leave before the next one.
-        memory_gib: Most memory that edges, slices and what travels may take on the device, on each rank. Those of one
-            chunk are there; the others wait in the host's memory or, where the device is the host, in files beside the
-            partitioned graph. By default there is no limit on the host. On a GPU it is half of the free memory,
+        memory_gib: Most memory that edges, slices and what travels may take on the device, on each rank. The device
+            holds those of one chunk; the rest waits in the host's memory or, if the device is the host, in files beside
+            the partitioned graph. By default there is no limit on the host. On a GPU it is half of the free memory,
             divided by the ranks that use the GPU, and matters only if edges and slices of the widest rows need more.
             The limit holds for all hops. Attention, maxima, and messages of a layer's own compute their chunks once
             more in the backward pass; the memory of such messages is an estimate. With a limit, layers with hooks on

@@ -104,7 +104,7 @@ class Communicator(Transport):
         ring: bool = False,
         wire: torch.dtype | None = None,
     ) -> Tensor:
-        r"""Send one value per halo row back to its owner, who adds up those of all copies. Every rank calls it.
+        r"""Send one row per halo row back to its owner, who adds up those of all copies. Every rank calls it.
 
         This is the transpose of :meth:`exchange_rows` and its backward; it has no gradient itself.
 
@@ -150,7 +150,7 @@ class Communicator(Transport):
         return result
 
     def gather(self, values: Sequence[float]) -> Tensor:
-        """Collect a few numbers of every rank, on every rank; no gradient. Every rank calls it with as many numbers.
+        """Collect a few numbers of every rank, on every rank; no gradient. Every rank gives equally many.
 
         Returns:
             float64 on the CPU, of shape ``(world_size, len(values))``: a row for each rank.
@@ -248,7 +248,7 @@ class Communicator(Transport):
         self.gather([])
 
     def are_alike(self, values: Sequence[float]) -> bool:
-        """Tell if a few numbers are equal on all ranks. Every rank makes the call, with as many numbers."""
+        """Tell if a few numbers are equal on all ranks. Every rank makes the call, with equally many."""
         if self.world_size == 1:
             return True
         made = self.gather(values)
@@ -344,13 +344,13 @@ class Communicator(Transport):
         return host
 
     def split(self, size: int, *, quiet: bool = False) -> Communicator:
-        """Return a communicator of ``size`` ranks, this one's and its neighbours, on a process group of its own.
+        """Return a communicator of ``size`` ranks, this one and its neighbours, on a process group of its own.
 
         Ranks 0 to ``size`` - 1 are the first group, and so on; in a group they count from 0. Every rank makes the call;
         see :meth:`apart` for the rest.
 
         Args:
-            size: Ranks of a group; divides their number.
+            size: Ranks of a group; divides ``world_size``.
             quiet: As for :meth:`apart`.
         """
         if size == self.world_size:
@@ -418,8 +418,8 @@ class Communicator(Transport):
         Args:
             x: The tensor.
             label: Names the exchange in errors; equal on all ranks.
-            of_model: A model decides to make the call, which may be another on another rank: on the CPU, sums with
-                other labels do not meet.
+            of_model: A model makes the call, and ranks may differ in it: on the CPU, sums with different labels do not
+                meet.
         """
         self.announce(label)
         self.meter.called()

@@ -41,7 +41,7 @@ class Traffic:
     stage_s: dict[str, float] = field(default_factory=dict)
 
     def bytes_of(self, prefix: str) -> int:
-        """Return the bytes that exchanges sent whose labels begin so."""
+        """Return the bytes that were sent under labels that begin so."""
         return sum(count for label, count in self.bytes_by_label.items() if label.startswith(prefix))
 
 

@@ -47,7 +47,7 @@ _BUSY = 0.02  # of a processor: a thread that takes more does not wait
 class Place:
     """The place of a rank in its work: the epoch, the number of the exchange since the start, and its label.
 
-    ``at`` is its place in a model, in words. A loop of the user's own counts other units than epochs.
+    ``at`` is its place in a model, in words. ``unit`` is what a user's own loop counts as ``epoch``.
     """
 
     epoch: int = 0

@@ -32,7 +32,7 @@ class Span:
 
 @dataclass
 class Recorder:
-    """Spans in the order in which they ended; assign it to ``communicator.recorder``, and that adds its own."""
+    """Spans in the order in which they ended; as ``communicator.recorder`` it gets those of exchanges."""
 
     spans: list[Span] = field(default_factory=list)
 

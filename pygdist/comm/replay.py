@@ -34,12 +34,12 @@ def run_parts(
     communicator: Communicator,
     folder: Path,
 ) -> int:
-    """Run each part of this rank until all are done; every rank makes the call.
+    """Run this rank's parts, again after each exchange, until all are done; every rank makes the call.
 
     Args:
         parts: The parts of this rank: ``rank, rank + world_size, ...`` below ``num_parts``.
         num_parts: Parts of all ranks.
-        run: Runs the part ``communicator.rank``, without gradients, and does not catch
+        run: Called with a part's :class:`PartCommunicator`; runs this part, without gradients, and does not catch
             :class:`~pygdist.comm.replay.Postponed`. It must do the same each time; the last time it comes to its end.
         communicator: The ranks.
         folder: An empty folder for the rows that are exchanged.

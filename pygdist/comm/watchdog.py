@@ -61,10 +61,11 @@ class Watchdog:
         lost_after_s: Seconds of silence after which a rank counts as lost, or the store as gone, and within which ranks
             that wait for each other for ever are found.
         on_lost: Called from a thread of the watchdog, if no exception ends the rank: with a text that names lost
-            ranks, tells where all ranks wait, or says that the store does not answer. It should end the process, or it
-            may be called again: the main thread waits in a call that no exception reaches. Without it nothing is done.
+            ranks, tells where all ranks wait, or says that the store does not answer. It should end the process, whose
+            main thread waits in a call that no exception reaches; otherwise it may be called again. Without it nothing
+            is done.
         active: Losses count from now on; otherwise in runs (:meth:`begin`), and while this rank waits for others.
-        lives: Returns False once the process group is gone that this is for: then the rank has left.
+        lives: Returns False once this watchdog's process group is gone: the rank has left.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class Watchdog:
         return self._stop.is_set()
 
     def enter(self, epoch: int, label: str, *, counted: bool = True, unit: str = "epoch") -> None:
-        """Note that this rank begins an exchange; one of two ranks alone is not ``counted``."""
+        """Record that an exchange begins; one between two ranks is not ``counted``."""
         self._since = time.monotonic()
         exchange = self.place.exchange + counted
         self.place = replace(self.place, epoch=epoch, exchange=exchange, label=label, waiting=True, unit=unit)
@@ -127,13 +128,13 @@ class Watchdog:
         self.place = replace(self.place, at=at)
 
     def leave(self, over: Event | None = None) -> None:
-        """Note that the exchange is over for the host; with ``over``, that a GPU makes it until this event."""
+        """Record that the exchange is over for the host; with ``over``, a GPU is in it until this event."""
         if over is not None:
             self._progress.add(self.place, over)
         self.place = replace(self.place, waiting=False)
 
     def begin(self, stage: str) -> None:
-        """Note that this rank begins a run, such as ``fit``: exchanges count from 1 again."""
+        """Record that this rank begins a run, such as ``fit``: exchanges count from 1 again."""
         self._run_number += 1
         self._made.clear()
         self._digest, self._left, self._in_run = 0, None, True
@@ -152,7 +153,7 @@ class Watchdog:
             self._beat()
 
     def see_others_leave(self, limit_s: float) -> None:
-        """Wait until all others have left the run too, as they ask the store that this process hosts for the reason."""
+        """Wait until all others have left the run too: they read the reason in the store, which this process hosts."""
         deadline = time.monotonic() + limit_s
         while (reports := self._board.read()) is not None and time.monotonic() < deadline:
             if all(report.left is not None for rank, report in reports.items() if rank != self.rank):
@@ -278,7 +279,7 @@ class Watchdog:
         return "; ".join(lost or left or late or others)
 
     def signalled(self, signum: int) -> None:
-        """Tell the others that a signal ends this rank, and let the call fail that the main thread waits in."""
+        """Tell the others that a signal ends this rank, and let the call in which the main thread waits fail."""
         reports = self._board.read() or {}
         before = {rank: report for rank, report in reports.items() if rank != self.rank and report.signum}
         cause = self._told_by(before) or ""

@@ -32,7 +32,7 @@ from pygdist.memory.ring import uploaded
 
 
 class Shard:
-    r"""One rank's rows, their in-edges, and the plan to fetch halo rows (placement *nodes*).
+    r"""One rank's rows, their in-edges, and the plan to fetch halo rows.
 
     Attributes:
         rank: Number of the part.
@@ -52,8 +52,8 @@ class Shard:
         val_edges, test_edges: Held-out edges (:func:`~pygdist.graph.links.hold_out`): source and target in local ids,
             and global position, ``(3, k)`` int64; ``None`` if no edges were held out.
         folder: The store; ``None`` if the graph is only in memory.
-        surroundings: All rows of placements *replicas* and *edges*; ``x``, ids and values of edges of the shard are
-            its leading rows, not copies. ``None`` for placement *nodes*.
+        surroundings: With placements *replicas* and *edges*, all rows of the part: the shard's ``x``, ids and values of
+            edges are views of their first rows. Otherwise ``None``.
         node_inputs: Further tensors of nodes by name, such as ``pos``: a row for each owned node.
         columns: Under placement *columns*: this rank's columns of the features of all nodes, ``(num_nodes, c)``, by
             global id; otherwise ``None``. ``x`` is then NaN in every entry and takes no memory.

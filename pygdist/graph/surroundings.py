@@ -19,7 +19,8 @@ class Surroundings:
 
     Rows are ordered by hop, so the rows within fewer hops come first, and so do the edges into them. Rows of less than
     K hops have all their in-edges. Rows of the last hop, the rim, have the in-edges that begin at rows of less than K
-    hops, and their self-loops; ``in_degree`` counts the missing ones too. Under *edges*, any row has some of them.
+    hops, and their self-loops; ``in_degree`` counts the missing ones too. Under *edges*, each row has some of its
+    in-edges.
 
     Attributes:
         num_hops: Number of hops around the owned rows, :math:`K \ge 1`.

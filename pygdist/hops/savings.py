@@ -55,7 +55,7 @@ class Savings:
             )
 
     def first_hop_bytes(self, device: torch.device, ranks: int) -> int:
-        """Bytes of results that one of ``ranks`` ranks that share ``device`` may keep there."""
+        """Bytes of results that each of the ``ranks`` ranks on ``device`` may keep there."""
         return _limit(self.first_hop_mib, device, ranks)
 
     def block_bytes(self, device: torch.device, ranks: int) -> int | None:

@@ -97,7 +97,7 @@ def gat(
         x: Rows of the sources.
         source: Term :math:`a` of the score, by source.
         target: Term :math:`b`, by destination.
-        negative_slope: Slope of the leaky ReLU below 0; 0 or more.
+        negative_slope: Slope of the leaky ReLU for negative numbers; not negative.
         transposed: ``transpose(csr)``, or a function that returns it; for the gradients of ``x`` and ``source``.
 
     Shapes:

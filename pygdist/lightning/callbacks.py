@@ -41,7 +41,7 @@ class ExchangeMonitor(pl.Callback):
     them in ``trainer.callback_metrics``:
 
     =============================  ==================================================================
-    ``epoch_s``                    wall seconds of the epoch's training step, largest over ranks
+    ``epoch_s``                    wall seconds of the epoch's training steps, largest over ranks
     ``compute_s_{min,max}``        of these, seconds outside exchanges, over ranks
     ``exchange_s_{min,max}``       seconds inside exchanges
     ``sent_bytes_{min,max}``       payload bytes sent by a rank's backend
@@ -167,7 +167,7 @@ class PredictionWriter(BasePredictionWriter):
     rows. If only some nodes are predicted (``limit_predict_batches`` with several parts on a rank), no file is left and
     all ranks raise :class:`~pygdist.errors.InputError`.
 
-    Row i belongs to node i. If the store has ``ids.txt`` (names, line i + 1) or ``ids.npy`` (numbers, entry i), this
+    Row i belongs to node i. If the store has ``ids.txt`` (names, line i + 1) or ``ids.npy`` (numbers, entry i), that
     file holds the nodes' ids in the user's files; the log names it.
 
     Args:

@@ -29,11 +29,11 @@ class NodeClassifier(NodeModule):
     ``train_acc`` are estimates of these: means over the nodes that an epoch samples, with larger weights for nodes that
     are sampled rarely. ``train_f1`` counts a node as often as it is sampled.
 
-    A subclass with another loss overrides :meth:`node_losses`, which is called for whole parts and for mini-batches. It
-    may learn any labels. If they are numbers to predict, ``(N, k)`` or with more dimensions, only the loss is logged,
-    since accuracy and F1 are for classes. A subclass for a model with several outputs (a tuple, list or dictionary)
-    overrides :meth:`logits` too.
-    A subclass with an additional term adds it to ``super().training_step(batch, batch_idx)``.
+    A subclass with another loss overrides :meth:`node_losses`, which is called for whole parts and for mini-batches.
+    The subclass may learn any labels. If they are numbers to predict, ``(N, k)`` or with more dimensions, only the loss
+    is logged, since accuracy and F1 are for classes. A subclass for a model with several outputs (a tuple, list or
+    dictionary) overrides :meth:`logits` too. A subclass with an additional term adds it to
+    ``super().training_step(batch, batch_idx)``.
 
     Args:
         model: Any module called as ``model(x, edge_index)``, and with ``edge_weight``, ``edge_attr`` or ``edge_type``
@@ -46,8 +46,9 @@ class NodeClassifier(NodeModule):
     The other arguments are those of :class:`~pygdist.lightning.GraphModule`.
 
     Raises:
-        InputError: If a weight is negative; in a run, if there is not one weight for each class, nodes may have several
-            classes, or labels are numbers (for :class:`~pygdist.lightning.NodeRegressor`).
+        InputError: If a weight is negative; in a run, if there is not one weight for each class, weights are given
+            though nodes may have several classes, or labels are numbers (for
+            :class:`~pygdist.lightning.NodeRegressor`).
 
     Example:
         >>> module = NodeClassifier(GCN(-1, 16, num_layers=2, out_channels=7, dropout=0.5), lr=0.01)

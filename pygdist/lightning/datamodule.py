@@ -51,9 +51,9 @@ _GRAIN = 1 << 26  # sizes of memory are rounded down to a multiple of so many by
 class GraphDataModule(OfLightning, pl.LightningDataModule):
     """Partitions a graph once and gives each rank its part.
 
-    On one process, ``prepare_data`` loads, checks, preprocesses and partitions the graph and writes the on-disk store
-    into a cache keyed by content and arguments. ``setup`` maps only the rank's own part. Each change that was made to
-    the graph, such as a split that was drawn, is told once in a warning; :meth:`summary` lists all of them.
+    On one process of each machine, ``prepare_data`` loads, checks, preprocesses and partitions the graph and writes the
+    on-disk store into a cache keyed by content and arguments. ``setup`` maps only the rank's own part. Each change that
+    was made to the graph, such as a split that was drawn, is told once in a warning; :meth:`summary` lists all of them.
 
     Args:
         dataset: The graph, by name or class path: a generator such as ``sbm``, a PyG dataset, by its class path or its
@@ -68,8 +68,8 @@ class GraphDataModule(OfLightning, pl.LightningDataModule):
             rank holds one at a time. ``auto`` takes the fewest that fit the ranks' memory.
         memory_gib: For ``num_parts=auto``: the memory of a rank; by default that of its GPU, or its share of the
             machine's.
-        reserve: For ``num_parts=auto``: the share of that memory that is left to training (T in CATGNN, Sec. 3.4).
-        symmetrize: Add the reverse of every edge.
+        reserve: For ``num_parts=auto``: the share of that memory that is left to training (T / M in CATGNN, Sec. 3.2).
+        symmetrize: Add the reverses of edges that are missing.
         remove_duplicates: Merge parallel edges: weights are added, attributes averaged.
         remove_self_loops: Drop edges from a node to itself.
         float_features: Convert integer features of nodes and edges to float32; by default they stay integers.
@@ -203,7 +203,7 @@ class GraphDataModule(OfLightning, pl.LightningDataModule):
         return self._meta[1]
 
     def load(self) -> tuple[Data, list[str]]:
-        """Return the whole graph, checked and preprocessed, and notes on what was done to it; for one process."""
+        """Return the whole graph, checked and preprocessed, and notes on the changes; one process calls it."""
         data = load_graph(self.dataset, **self.dataset_args)
         float_labels = self.preprocessing["float_labels"] or getattr(self._module, "float_labels", False)
         names = [] if self._model is None else names_of_node_inputs(self._model)

@@ -83,7 +83,7 @@ class LinkPredictor(GraphModule):
         model: Any module called as ``model(x, edge_index)``, and with edge inputs if its forward has these parameters
             and the graph has them; returns a row for each node.
         decoder: Called with the rows of sources and of targets, ``(k, C)`` each; returns a score for each pair,
-            ``(k,)`` or ``(k, 1)``. The dot product by default. On several ranks it may have no norm over all pairs.
+            ``(k,)`` or ``(k, 1)``. The dot product by default. On several ranks norms over all pairs are refused.
         backend: The way in which neighbours arrive: a registered name, a class path, or an instance. It must see edges
             between parts, so not ``replica``.
         lr: Learning rate of Adam.

@@ -101,7 +101,7 @@ class GraphModule(OfLightning, pl.LightningModule):
 
     @property
     def best_by(self) -> tuple[str, Literal["min", "max"]]:
-        """The logged number that decides which checkpoint is the best, and if its least or its largest value is."""
+        """The logged number that decides which checkpoint is the best, and if ``min`` or ``max`` is the best."""
         return "val_loss", "min"
 
     def labels_of(self, out: Tensor) -> Tensor:
@@ -179,7 +179,7 @@ class GraphModule(OfLightning, pl.LightningModule):
 
     @property
     def averages_models(self) -> bool:
-        """Each part trains a model of its own, and these are averaged; no step sends gradients."""
+        """True if each part trains its own model, and models are averaged, not gradients."""
         strategy = self.trainer.strategy
         return isinstance(strategy, GraphDDPStrategy) and not strategy.sends_gradients
 
@@ -401,7 +401,7 @@ class GraphModule(OfLightning, pl.LightningModule):
         return torch.stack(terms).sum()
 
     def scaled(self, total: Tensor, count: float, count_here: float) -> Tensor:
-        """Return the loss of this rank's step from its summed terms and their number on all ranks and on this one.
+        """Return this rank's loss from its summed terms, the number of all ranks' terms, and that of its own.
 
         With weights, numbers are sums of weights.
         """

@@ -26,7 +26,7 @@ _VERSION = re.compile(r"version_(\d+)")
 def newest_checkpoint(folder: str | Path) -> Path | None:
     """Return the checkpoint in a folder, or below it, from which training goes on; ``None`` if there is none.
 
-    Of folders ``version_0``, ``version_1``, ... the last one that has any counts, and in it the file with the most
+    The last of the folders ``version_0``, ``version_1``, ... with a checkpoint counts, and in it the file with the most
     steps. A file that is damaged, or lacks what training needs, is passed over with a warning.
 
     Example:
@@ -73,8 +73,8 @@ def _lazily(path: Path) -> dict[str, Any]:
 class Resume(pl.Callback):
     """Goes on from the newest whole checkpoint of a run, if there is any; otherwise the run begins.
 
-    All ranks read the file that rank 0 finds, so the machines share the folder. A run that had ended by itself says so
-    and trains nothing. A ``ckpt_path`` of ``trainer.fit`` counts only where the folder has none.
+    All ranks read the file that rank 0 finds: the machines must share the folder. A run that had ended by itself says
+    so and trains nothing. A ``ckpt_path`` of ``trainer.fit`` counts only if the folder has no checkpoint.
 
     Args:
         folder: Where the run's checkpoints are, or those of its versions (``lightning_logs``); ``None`` for none.

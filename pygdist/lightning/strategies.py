@@ -79,8 +79,8 @@ class GraphDDPStrategy(OfLightning, DDPStrategy):
             at the next step, beside the other checkpoints, and then end. Ranks end without it if no step begins within
             12 s, as in a long validation. Without this option they end at once.
         check_order: For debugging: before every exchange, check that all ranks are about to make the same call.
-        keep_memory: On CPU, processes keep the memory of freed tensors for the next epoch, from the second epoch of
-            training on.
+        keep_memory: On CPU, from the second epoch of training on, processes keep the memory of freed tensors for the
+            next epoch.
         start_method: The way in which Lightning starts the processes.
         find_unused_parameters: As in DDP; needed if the loss does not depend on some parameters.
         kwargs: Passed on to :class:`lightning.pytorch.strategies.DDPStrategy`.
@@ -131,7 +131,7 @@ class GraphDDPStrategy(OfLightning, DDPStrategy):
 
     @property
     def is_open(self) -> bool:
-        """The ranks can communicate, as the run has neither ended nor failed."""
+        """True if ranks can communicate: the run has neither ended nor failed."""
         return self._communicator is not None
 
     def loss_scale(self, num_labelled: float, num_here: float) -> float:
@@ -143,7 +143,7 @@ class GraphDDPStrategy(OfLightning, DDPStrategy):
 
     @property
     def sends_gradients(self) -> bool:
-        """Gradients are sent in every step, so all ranks must make every step."""
+        """True if every step sends gradients, so that all ranks must make it."""
         return True
 
     @property

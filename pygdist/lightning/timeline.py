@@ -33,8 +33,8 @@ class Timeline(pl.Callback):
     A rank *packs* the rows that it sends, *sends* them (hands them to the transport), *waits* until its own and others'
     rows have arrived, *unpacks* gradients that come back, and *aggregates* rows that are there. The rest of an epoch is
     *compute*, including DDP's averaging of gradients. A thin line below shows what goes on at the same time and costs
-    the rank nothing: rows *travel*, and in ring order another thread *sends* them. Of a validation only the average of
-    models for it is recorded (strategy ``model_averaging``, between two averages). Times are those of each machine's
+    the rank nothing: rows *travel*, and in ring order another thread *sends* them. A validation is not recorded, except
+    for the extra average of models before it (strategy ``model_averaging``). Times are those of each machine's
     monotonic clock, aligned with rank 0's when training starts. On CUDA they are times of the host, which runs ahead of
     the device.
 

@@ -49,10 +49,10 @@ class Ranks(Protocol):
         """True in a pass that leaves out what is on other ranks, as if no node were split."""
 
     def sums_of_parts(self, x: Tensor) -> Tensor:
-        """Sum the rows that a node has on several ranks, for all of these; differentiable."""
+        """Give each row of a node on several ranks the sum of these rows; differentiable."""
 
     def whole_degrees(self, degree: Tensor) -> Tensor:
-        """Return the in-degrees of rows in the whole graph, from those by the edges here."""
+        """Return the in-degrees of rows in the whole graph, given those counted here."""
 
     def rim_scale(self, *, weighted: bool) -> Tensor | None:
         """Return for each source row its in-degree in the whole graph divided by its in-degree on this rank.

@@ -143,8 +143,7 @@ def partition_graph(
 ) -> StoreMeta:
     """Partition a graph and write its store; a finished store of the same graph and arguments is left as it is.
 
-    A partitioner whose class is defined in a notebook or script runs even so, and the finished store must have the
-    same parts.
+    A partitioner of a notebook or script may have changed: it runs, and a finished store must have its parts.
 
     Args:
         source: A graph as :func:`pygdist.graph.prepare` returns it, a graph in files, which are read as streams, or a

@@ -23,18 +23,17 @@ _SHARE_OF_A_PART = 0.25
 class SpringPartitioner(Partitioner):
     """Clusters the stream, merges small clusters into larger ones next to them, and assigns these to parts.
 
-    This is SPRING, the partitioner of CATGNN (Algorithm 1). Clustering is bounded by volume. Then clusters are merged,
-    the smallest first, into the cluster of the neighbour of highest degree of any member, as long as the result fits a
-    part. Last, they are assigned, the largest first, to the part with the fewest nodes. It takes two passes over the
-    edges.
+    This is SPRING, the partitioner of CATGNN (Algorithm 1). Clustering is bounded by volume. Then each cluster, the
+    smallest first, is merged into that of its members' neighbour of highest degree, as long as the result fits a part.
+    Last, they are assigned, the largest first, to the part with the fewest nodes. It takes two passes over the edges.
 
     Args:
         volume: Largest volume (sum of degrees) of a cluster in the clustering, as a share of the sum of all degrees;
             the paper does not give it. The default is 1 / (4 P), a quarter of a mean part's volume. With 1 / P, parts
             get up to 2.5 times the mean; below the default, the replication factor no longer changes
             (``experiments/catgnn``).
-        balance: Most nodes of a merged cluster relative to the mean part; at least 1. Clusters that the clustering made
-            larger are not split, and parts get whole clusters, so a part may have more nodes.
+        balance: Most nodes of a merged cluster relative to the mean part; at least 1. Clusters that are larger already
+            are not split, and parts get whole clusters, so a part may have more nodes.
     """
 
     volume: float | None = None

@@ -29,9 +29,9 @@ REFUSED_LAYERS: dict[str, str] = {
     "FusedGATConv": "takes the graph in three sorted forms (csr, csc, perm); use GATConv",
     "GPSConv": "attends over all nodes",
     "GravNetConv": "builds its edges inside the layer from a search over all nodes",
-    "HANConv": "works on heterogeneous graphs",
-    "HGTConv": "works on heterogeneous graphs",
-    "HeteroConv": "works on heterogeneous graphs",
+    "HANConv": "takes rows and edges by type; merge the types by to_homogeneous() and use a layer with edge_type",
+    "HGTConv": "takes rows and edges by type; merge the types by to_homogeneous() and use a layer with edge_type",
+    "HeteroConv": "takes rows and edges by type; merge the types by to_homogeneous() and use a layer with edge_type",
     "HypergraphConv": "takes an incidence matrix of nodes and hyperedges, not edges between nodes",
     "LightGCN": "holds an embedding of every node of the graph",
     "MetaLayer": (

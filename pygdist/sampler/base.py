@@ -32,9 +32,9 @@ _EDGE_FIELDS = (*EDGE_FIELDS, "edge_norm")
 class BatchLoader:
     """The mini-batches of an epoch, from :meth:`MiniBatches.loader`; call :meth:`set_epoch`, then iterate once.
 
-    Batches depend on the seed and the epoch alone, not on the number of workers or torch's random state, which does not
-    change. Workers send nodes and edges; the main process adds the rows, which are much larger: with a worker that sent
-    128 features per node, an epoch took five times as long as without workers.
+    Batches depend on the seed and the epoch alone (with ``library="pyg"`` also on the number of workers). They neither
+    use nor change torch's random state. Workers send nodes and edges; the main process adds the rows, which are much
+    larger: with a worker that sent 128 features per node, an epoch took five times as long as without workers.
     """
 
     def __init__(self, part: Data, batches: Batches, epoch: SharedEpoch) -> None:

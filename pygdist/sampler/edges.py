@@ -32,7 +32,7 @@ class EdgeBatches(MiniBatches):
 
     Args:
         fan_out: Most edges into a node, for each hop (each layer of the model); -1 takes all.
-        batch_size: Most edges in a batch; all batches of an epoch have about as many.
+        batch_size: Most edges in a batch; the batches of an epoch are about equal.
         negatives: Negative pairs for each edge.
         replace: Draw neighbours with replacement.
         shuffle: Group the edges anew in each epoch.

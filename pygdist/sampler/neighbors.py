@@ -34,8 +34,8 @@ class NeighborBatches(MiniBatches):
 
     Args:
         fan_out: Most edges into a node, for each hop (each layer of the model); -1 takes all.
-        batch_size: Training nodes in a batch; the last batch of an epoch may have fewer. Across ranks, all batches of
-            an epoch have about as many, at most ``batch_size``.
+        batch_size: Training nodes in a batch; the last batch of an epoch may have fewer. Across ranks, the batches of
+            an epoch are about equal, at most ``batch_size``.
         replace: Draw neighbours with replacement.
         shuffle: Group the training nodes anew in each epoch.
         library: ``native`` samples by :class:`CSRNeighborSampler`. ``pyg`` samples by PyG's ``NeighborSampler``, which

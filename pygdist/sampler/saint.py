@@ -116,8 +116,8 @@ class SaintNodeBatches(_SaintBatches):
 class SaintEdgeBatches(_SaintBatches):
     """GraphSAINT's edge sampler: draws both ends of an edge from u to v with probability ~ 1/deg(u) + 1/deg(v).
 
-    These are the out-degree of u and the in-degree of v. Each node has a self-loop, so nodes without other edges are
-    drawn too. It takes memory for the transposed matrix besides the graph. Arguments are those of
+    The degrees are the out-degree of u and the in-degree of v. Each node has a self-loop, so nodes without other edges
+    are drawn too. It takes memory for the transposed matrix besides the graph. Arguments are those of
     :class:`SaintNodeBatches`; a subgraph draws ``batch_size`` edges.
     """
 

@@ -24,8 +24,8 @@ class RankError(AssertionError):
 class RankPool:
     """Processes that run functions as ranks of a gloo group, for many calls of any world size up to its own.
 
-    Ranks share no memory with the caller. Their environment variables are those that the caller had when it started its
-    fork server, which its first pool does; where there is a GPU, when it started the ranks.
+    Ranks share no memory with the caller. Their environment variables are those of the caller when its first pool
+    started the fork server or, with a GPU, when the ranks started.
 
     Args:
         size: Largest world size that :meth:`run` accepts.

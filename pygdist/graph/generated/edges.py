@@ -17,9 +17,10 @@ _MOST_NODES = 3_000_000_000  # ids are products below N * N, which int64 must ho
 class EdgeGenerator:
     r"""Edges with communities and a power law, drawn independently, in no order.
 
-    Both ends are drawn with probability :math:`rank^{-a}`. With probability ``inside`` the target is drawn from the
-    source's community only, which has a power law of its own. Ids are unrelated to rank and community. Edges may repeat
-    and may be loops. The same arguments give the same edges, however they are read.
+    Both ends are drawn with a probability about :math:`r^{-a}`, where r numbers the nodes from 1. With probability
+    ``inside`` the target is drawn from the source's community only, which has a power law of its own. Ids are unrelated
+    to rank and community. Edges may repeat and may be loops. The same arguments give the same edges, however they are
+    read.
 
     Args:
         num_nodes: Number of nodes, N; or two numbers, of source nodes and of target nodes. Nodes of both types belong
@@ -94,7 +95,7 @@ class EdgeGenerator:
         return node_ranks(ids, self._nodes[end == "target"]) % self.num_communities
 
     def largest_in_degree(self) -> float:
-        """Return the expected in-degree of the most frequent target, the node of rank 0."""
+        """Return the expected in-degree of the most frequent target."""
         (sources, targets), (skew, popular) = self._nodes, self._exponent
         communities = self.num_communities
         # rank r is drawn where u^(1 / (1 - a)) N falls into [r, r + 1)

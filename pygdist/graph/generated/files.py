@@ -53,7 +53,7 @@ def write_generated(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Path:
-    """Write the double of a published graph, in memory that does not grow with the graph.
+    """Write the double of a published graph (a random graph with its figures), in bounded memory.
 
     The folder appears when it is complete. A finished folder of the same arguments is left as it is.
 

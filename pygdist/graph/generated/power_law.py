@@ -30,7 +30,7 @@ def power_law(
     num_classes: int = 40,
     seed: int = 12345,
 ) -> Data:
-    r"""A symmetric graph without duplicates or self-loops, whose ends are drawn with probability :math:`rank^{-a}`.
+    r"""A symmetric graph without duplicates or self-loops; node r is drawn with a probability about :math:`r^{-a}`.
 
     With the defaults in-degrees go from 21 to 16,892, with a median of 63. The same arguments give the same arrays on
     every machine.

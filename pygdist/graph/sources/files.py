@@ -59,10 +59,10 @@ class GraphFiles(EdgeOptions):
         features: ``.npy`` of shape ``(N, F)``: row i belongs to id i.
         labels: ``.npy`` of shape ``(N,)``, ``(N, C)``, or of more dimensions.
         num_nodes: Number of nodes. By default the rows of features, labels or masks, else the largest id plus one.
-        relabel: Renumber the nodes that have edges from 0, and store their ids. By default this happens if neither
+        relabel: Renumber from 0 the nodes that have edges, and store their ids. By default this happens if neither
             ``num_nodes`` nor an array gives the number of nodes, and fewer than half of the ids up to the largest have
             edges.
-        symmetrize: Add the reverse of every edge that has none, and keep one edge of each source and target.
+        symmetrize: Add the reverse of every edge that has none, and keep one edge of each (source, target).
         remove_duplicates: Keep one edge of each source and target: weights are summed, attributes averaged; those that
             are integers must be equal.
         remove_self_loops: Remove edges from a node to itself.

@@ -36,7 +36,7 @@ def as_homogeneous(graph: HeteroData, *, reverse: bool = False, name: str = "dat
 
         - ``x``: the features of each type, with zeros for nodes of other types (all types share the same columns if
           their widths are equal); then one column for each type, 1 for its nodes, so that a layer's weights for this
-          column are an embedding of the type. These are integers if all features are;
+          column are an embedding of the type. ``x`` is integer if all features are;
         - ``edge_type`` and ``node_type``: int64, the number of the relation or type;
         - ``y`` and masks: -1 and false for nodes of types without labels.
 

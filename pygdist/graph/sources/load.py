@@ -88,9 +88,9 @@ def load_graph(
             A heterogeneous graph (``mag-like``, its folder, a ``HeteroData``) becomes one with ``edge_type``; see
             :func:`~pygdist.graph.as_homogeneous`. Objects that are passed are not changed.
         split_index: Column to use of masks that hold several splits.
-        **args: Arguments of the generator, dataset class or callable, such as ``root`` and ``name``. An object may be
-            written ``{"class_path": ..., "init_args": {...}}``, as in a file, where the signature asks for one: a
-            transform, or a subclass of the class in the annotation.
+        **args: Arguments of the generator, dataset class or callable, such as ``root`` and ``name``. Where the
+            signature asks for an object (a transform, or one of the annotated class), ``{"class_path": ...,
+            "init_args": {...}}`` will do, as in a file.
 
     Returns:
         A graph with ``edge_index``, the other fields of the source, and a list ``pygdist_notes`` if something was done.

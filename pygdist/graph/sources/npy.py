@@ -36,7 +36,7 @@ _INDEX_FILES = {"train_mask": ("train_idx",), "val_mask": ("val_idx", "valid_idx
 
 
 def load_npy(folder: str | Path) -> Data:
-    """Read a folder of ``.npy`` arrays; the module's docstring lists its files.
+    """Read a folder of arrays: ``edge_index.npy``, ``x.npy``, ``y.npy`` and others (page *File formats*).
 
     Returns:
         The graph. Its tensors are backed by the files (copy on write: changing one never changes a file).

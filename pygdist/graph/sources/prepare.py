@@ -81,7 +81,7 @@ def prepare(
         dimensions, NaN row = unlabelled; absent if the dataset has no labels), three bool masks of labelled nodes,
         ``edge_weight`` (float), ``edge_attr`` (as ``x``) and ``edge_type`` (int64) if the dataset has them, and
         ``num_classes`` (0 for numbers to predict), the ``node_inputs`` and their names, and the names of the other
-        tensors of nodes (``left_out``); and a note on each change, one sentence each.
+        tensors of nodes (``left_out``); second, a note on each change, one sentence each.
 
     Raises:
         InputError: If :func:`check` raises it, ``split`` is not three shares, or ``split_seed`` is out of range.

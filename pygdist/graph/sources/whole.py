@@ -39,8 +39,8 @@ class WholeGraph:
         names: Text file with the id of each node, a line each, if ids are names.
         merge: Keep one edge of each source and target, with the sum of the weights and the mean of the attributes.
             These are written to the arrays if the arrays are files open for writing (mode ``r+``).
-        mirrored: Edges at odd places are the reverses of those before them; they count where no other edge has the same
-            source and target.
+        mirrored: Edges at odd places are the reverses of those before them. A reverse counts only if no other edge has
+            the same source and target.
         float_features: Convert integer features of nodes and edges to float32.
     """
 

@@ -117,7 +117,7 @@ def write_store(
         notes: Notes on preprocessing, one sentence each.
         num_classes: Number of classes; by default ``data.num_classes``, or the largest label plus one.
         fingerprint: :func:`pygdist.graph.fingerprint` of ``data`` if it was computed before.
-        figures: More entries for ``meta.json``, whose content is returned.
+        figures: More entries for ``meta.json``.
         num_hops: Number of hops that halos reach.
         placement: The content of a part; by default *nodes* for one hop and *replicas* for more.
         edge_part: The part of each edge, integers of shape ``(E,)``; for placement *edges*.
@@ -228,7 +228,7 @@ def write_graph(
 
 
 def check_part(part: NDArray[Any], num_nodes: int, num_parts: int, *, of: str = "part") -> NDArray[np.int32]:
-    """Check the owner of each node, and return them as int32 of shape ``(N,)``; errors name ``of``.
+    """Check the nodes' owners, and return them as int32 of shape ``(N,)``; errors call them ``of``.
 
     Raises:
         InputError: If these are not ``num_nodes`` integers from 0 to ``num_parts - 1``.
@@ -294,7 +294,7 @@ def open_part(
         meta: The result of :func:`read_meta`, for callers that open many parts.
 
     Returns:
-        The arrays by name (see the module's docstring), memory-mapped copy-on-write: changes to them reach no other
+        The arrays by name (see the page *File formats*), memory-mapped copy-on-write: changes to them reach no other
         process and no file.
 
     Raises:
