@@ -29,6 +29,8 @@ from pygdist.routing.distribute import distribute_layers, with_own_classes
 from pygdist.routing.refusals import reason_against_layer
 
 _FEW = 2  # results that are kept
+_OF_NODES = ("x", "x_0", "y", "mask", "pos", "normal", "batch", "node_type", "lambda_max")
+_KNOWN = {*_OF_NODES, *EDGE_FIELDS, "edge_index", "pos_edge_index", "neg_edge_index"}  # arguments of PyG's layers
 _CODE = ("forward", "message", "message_and_aggregate", "aggregate", "update", "edge_update")
 
 
@@ -36,9 +38,10 @@ def accelerate(model: nn.Module, data: Data) -> nn.Module:
     """Let the layers of ``model`` run on pygdist's kernels on one process, in place; the script stays as it is.
 
     The model is called as before and returns what it returned. PyG's layers that get ``data.edge_index`` are
-    computed by sparse products and fused attention; PyG itself makes a row for each edge. Layers that are called with
-    other edges (a mini-batch, a subset, ``adj_t``) run as in plain PyG; the first such call warns. Layers of your own,
-    and layers that pygdist does not support, run as in plain PyG too; ``accelerate`` names them in a warning.
+    computed by sparse products and fused attention; PyG itself makes a row for each edge. Calls with other edges (a
+    mini-batch, a subset, ``adj_t``), and calls whose messages hooks or an explainer see, run as in plain PyG; the first
+    of each kind warns. Layers of your own, and layers that pygdist does not support, run as in plain PyG too;
+    ``accelerate`` names them in a warning.
     :func:`~pygdist.undistribute` takes it back.
 
     Args:
@@ -102,10 +105,7 @@ class OneProcess(CommBackend):
         values = named_values(call, args, kwargs)
         if any(isinstance(one, Adjacency) for _, one in values):  # of the layer in which this one is
             return super().run_layer(layer, forward, args, kwargs)
-        on_graph = graph is not None and graph.is_among(values)
-        if graph is None or not on_graph or not graph.fits(layer, values):
-            if graph is not None and not on_graph:
-                graph.tell_of_others(layer, values)
+        if graph is None or graph.leaves(layer, values):
             with with_own_classes(layer):
                 return layer.forward(*args, **kwargs)
         graph.note(layer)
@@ -196,7 +196,7 @@ class _Graph:
         self._sorted = Memo[Tensor](most=_FEW)  # values of edges
         self._equal = Memo[bool](most=_FEW)  # copies of the edges that compared equal
         self._cached: weakref.WeakSet[MessagePassing] = weakref.WeakSet()  # layers with cached=True that have run
-        self._told = False
+        self._told = set[str]()  # reasons
 
     def shard(self, data: Data) -> Shard:
         """Return the graph as the one part of one process."""
@@ -212,36 +212,36 @@ class _Graph:
             num_classes=0, multi_label=False, counts=dict.fromkeys(MASKS, 0), **dict.fromkeys(MASKS),
         )  # fmt: skip
 
-    def fits(self, layer: MessagePassing, values: list[tuple[str, Any]]) -> bool:
-        """True if a call uses the graph's rows, the layer has cached no other edges, and nothing reads its messages."""
-        has_other_cache = layer not in self._cached and any(getattr(layer, name, None) is not None for name in CACHES)
-        has_rows = all(_has_rows(layer, name, one, self._num_nodes) for name, one in values)
-        return has_rows and not has_other_cache and not _is_looked_at(layer)
-
-    def is_among(self, values: list[tuple[str, Any]]) -> bool:
-        """True if one of some values is the graph's edges."""
-        return any(self._are_edges(one) for _, one in values)
-
-    def tell_of_others(self, layer: MessagePassing, values: list[tuple[str, Any]]) -> None:
-        """Warn, once, of a call with other edges.
+    def leaves(self, layer: MessagePassing, values: list[tuple[str, Any]]) -> bool:
+        """True if plain PyG runs a call; the first call for each reason warns.
 
         Raises:
-            InputError: If the layer has ``cached=True`` and ran on the graph.
+            InputError: If the call has other edges, and the layer has ``cached=True`` and ran on the graph.
         """
-        if layer in self._cached:
-            raise InputError(
-                f"{layer_name(layer)} has cached=True and ran on data.edge_index: PyG would ignore the other edges and "
-                "use the cached ones; make it with cached=False"
-            )
-        if not self._told:
-            self._told = True
+        reason = self._reason_against(layer, values)
+        if reason is not None and reason not in self._told:
+            self._told.add(reason)
+            warnings.warn(f"{layer_name(layer)} runs as in plain PyG, no faster, {reason}", stacklevel=3)
+        return reason is not None
+
+    def _reason_against(self, layer: MessagePassing, values: list[tuple[str, Any]]) -> str | None:
+        if not any(self._are_edges(one) for _, one in values):
+            if layer in self._cached:
+                raise InputError(
+                    f"{layer_name(layer)} has cached=True and ran on data.edge_index: PyG would ignore the other edges "
+                    "and use the cached ones; make it with cached=False"
+                )
             sparse = any("sparse" in type(one).__name__.lower() or _is_sparse(one) for _, one in values)
             hint = "; call the model with data.edge_index, not with a sparse adjacency" if sparse else ""
-            warnings.warn(
-                f"{layer_name(layer)} runs as in plain PyG, no faster, where its edges are not the edge_index of the "
-                f"data for which the model was accelerated{hint}",
-                stacklevel=2,
-            )
+            return f"where its edges are not the edge_index of the data for which the model was accelerated{hint}"
+        unknown = next((name for name, one in values if isinstance(one, Tensor) and name not in _KNOWN), None)
+        if unknown is not None:
+            return f"where it gets {unknown}, which may be in the order of the edges or not"
+        if not all(_has_rows(layer, name, one, self._num_nodes) for name, one in values):
+            return "where x has not a row for each node of the data, or a size is given"
+        if layer not in self._cached and any(getattr(layer, name, None) is not None for name in CACHES):
+            return "after it has cached other edges"
+        return "while hooks, an explainer or methods of its own see its messages" if _is_looked_at(layer) else None
 
     def note(self, layer: MessagePassing) -> None:
         """Note a layer that runs on the graph."""
@@ -269,9 +269,8 @@ class _Graph:
             return value
         if self._are_edges(value):
             return self.adjacency
-        perm, num_edges = self._perm, self._edges.size(1)
-        of_edges = name in EDGE_FIELDS or (num_edges != self._num_nodes and not name.endswith("edge_index"))
-        if perm is None or not of_edges or not value.dim() or value.size(0) != num_edges:
+        perm = self._perm
+        if perm is None or name not in EDGE_FIELDS or not value.dim() or value.size(0) != self._edges.size(1):
             return value
         if not fixable(value):
             return value.index_select(0, perm)
@@ -279,7 +278,7 @@ class _Graph:
         return self._sorted.get(identity_of(value), (value,), lambda: value.index_select(0, perm))
 
     def returned(self, out: Any) -> Any:
-        """Bring edges, and values of edges, in an output of a layer back to the order of PyG."""
+        """Bring edges, and values beside them, in an output of a layer back to the order of PyG."""
         if isinstance(out, tuple) and any(isinstance(one, Adjacency) for one in out):  # edges, and values beside them
             made = next(one for one in out if isinstance(one, Adjacency))
             mine = made.origin is self.adjacency
@@ -287,10 +286,7 @@ class _Graph:
             if edges is None:
                 return out
             return tuple(edges if one is made else _in_order(one, order, edges.size(1)) for one in out)
-        if isinstance(out, tuple):
-            return type(out)(*map(self.returned, out)) if hasattr(out, "_fields") else tuple(map(self.returned, out))
-        num_edges = self._edges.size(1)
-        return _in_order(out, self._back, num_edges) if num_edges != self._num_nodes else out
+        return tuple(map(self.returned, out)) if isinstance(out, tuple) else out
 
     def _with_loops(self, made: Adjacency) -> tuple[Tensor | None, Tensor | None]:
         """Return the edges that a layer has made, in PyG's order, and the place of each in ``made``.
