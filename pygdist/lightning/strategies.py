@@ -131,7 +131,7 @@ class GraphDDPStrategy(OfLightning, DDPStrategy):
 
     @property
     def is_open(self) -> bool:
-        """True if ranks can communicate: the run has neither ended nor failed."""
+        """True if ranks can communicate, as the run has neither ended nor failed."""
         return self._communicator is not None
 
     def loss_scale(self, num_labelled: float, num_here: float) -> float:
