@@ -244,7 +244,7 @@ class Backend(ABC):
         return []
 
     def drain(self) -> None:  # noqa: B027
-        """Called on all ranks after the last step of an epoch: drop what is on its way, if the epoch was cut."""
+        """Called on all ranks after the last step of an epoch: drop what is on its way, if the epoch ended early."""
 
     @property
     def sharded_weights(self) -> ShardedWeights | None:
@@ -433,7 +433,7 @@ class Backend(ABC):
         """Return an unbound copy that is exact for models of ``num_hops`` hops, or ``None``.
 
         The check before training (:mod:`pygdist.routing.check`) compares the copy with one process. An approximate
-        backend that other arguments make exact returns one with these.
+        backend returns one with arguments that make it exact, if there are any.
         """
         return self._unbound() if self.abilities.exact else None
 
@@ -470,7 +470,7 @@ class Backend(ABC):
         """Take up what :meth:`part_state` gave on this rank; called after :meth:`bind`, on all ranks or on none.
 
         Returns:
-            ``False`` if training cannot go on from it, on all ranks alike, as the backend has other arguments now.
+            ``False``, on all ranks alike, if training cannot go on from it, as the backend has other arguments now.
         """
         return True
 

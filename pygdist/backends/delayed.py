@@ -47,7 +47,7 @@ class DelayedBackend(Backend):
     in-edges of a node are put together from its parts, and so are degrees. The messages of a hop that is no sparse
     product are in memory all at once. Dropout agrees between the rows of a node.
 
-    With a delay the backend is no longer exact in training. Attention and extrema are refused: parts of different
+    With a delay the backend is no longer exact in training. Attention and extrema are refused: terms of different
     passes have no common maximum. Linear layers aggregate before they multiply (``savings.cheaper_side``), which loses
     less accuracy. A hop over fixed rows whose result is kept (``savings.first_hop``) is exchanged at once, as it is
     exchanged only once. Normalisation uses degrees in the whole graph; with ``"never"``, those in the part.

@@ -58,10 +58,10 @@ _ELSEWHERE = "uses the features outside its first layer, but each rank holds onl
 class PushPullBackend(SampledBackend):
     """Push the structure of batches to the features' columns, pull the first layer's sums (P3, Sec. 3.2.2).
 
-    A step trains as one process would on the batches of all ranks. The model's first layer must, up to and including
-    its first weight, be a sum with one term for each feature column. Its input must be the graph's features, as they
-    are or after dropout. Norms over nodes take the statistics of the rows that all ranks' batches compute. Evaluation
-    is exact, on the whole graph; its first layer runs by columns, too.
+    A step trains as one process would on the batches of all ranks. The model's first layer must be a sum with one term
+    for each feature column, up to and including its first weight. Its input must be the graph's features, as they are
+    or after dropout. Norms over nodes take the statistics of the rows that all ranks' batches compute. Evaluation is
+    exact, on the whole graph; its first layer runs by columns, too.
 
     Ranks form groups of ``topology_parts`` ranks, which together hold all in-edges, and of ``feature_parts`` ranks,
     which together hold all columns (P3, Sec. 3.4). By default all ranks are one group. In smaller groups each rank

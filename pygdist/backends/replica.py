@@ -45,14 +45,14 @@ class ReplicaBackend(RecomputingBackend):
     fewer if fewer hops follow. Nodes ``hops`` hops away have only their self-loops and the in-edges from nearer nodes.
     Degrees, for GCN's weights, are those of the whole graph.
 
-    Any part of a graph will do, and any number of parts: ranks never wait for each other here. Whoever trains parts
-    must average the models (:class:`~pygdist.lightning.ModelAveragingStrategy`) or the gradients.
+    Any partition will do, and any number of parts: ranks never wait for each other here. Whoever trains parts must
+    average the models (:class:`~pygdist.lightning.ModelAveragingStrategy`) or the gradients.
 
     Args:
         hops: Hops around its own nodes that a part keeps, at most as many as the partitioned graph holds (``pygdist
             partition --placement replicas --hops K``); 0 drops all neighbours in other parts.
         scale_rim: GCN and its relatives normalise by the degrees of the whole graph, but a node at the rim lacks some
-            of its neighbours here. Multiply the weights of the others, so that they make up for the missing ones.
+            of its neighbours here. Multiply the weights of its edges that are here, to make up for the missing ones.
             Without, as in the paper, sums at such nodes are too small.
 
     Raises:

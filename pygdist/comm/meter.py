@@ -28,7 +28,7 @@ class Traffic:
         exchange_s: Seconds blocked in collective calls.
         bytes_by_label: ``sent_bytes`` by the label of the exchange.
         stage_s: Seconds of the stages of mini-batches, by name (:meth:`TrafficMeter.stage`).
-        summed_bytes: The share of ``sent_bytes`` that sums over all ranks sent, by label.
+        summed_bytes: The ``sent_bytes`` of sums over all ranks, by label.
     """
 
     sent_bytes: int = 0

@@ -47,7 +47,7 @@ def check(data: Data, *, num_classes: int | None = None, float_labels: bool = Fa
         InputError: If edges are not ``(2, E)`` integers or point outside the graph; features, edge weights or edge
             attributes have another length, or hold a value that is not finite or beyond float32; edge types are not
             integers from 0; labels are neither classes (integers from 0, -1 = unlabelled, also as floats), nor a label
-            matrix (0 and 1; with ``num_classes`` any from 0 to 1; a row of NaN = unlabelled), nor numbers to predict
+            matrix (0 and 1; with ``num_classes`` also fractions; a row of NaN = unlabelled), nor numbers to predict
             (finite, a row of NaN = unlabelled); or masks have another length or type.
     """
     x = data.get("x")

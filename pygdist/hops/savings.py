@@ -17,7 +17,7 @@ _BLOCK_BYTES = 256 * _MIB  # a small block stays in the cache and is faster; ver
 
 @dataclass(frozen=True, kw_only=True)
 class Savings:
-    """Shortcuts to take. All are on by default, and no shortcut changes a result.
+    """Shortcuts to take. All are on by default; none changes a result of an exact backend.
 
     Attributes:
         first_hop: Keep the result of a ``propagate`` over fixed rows (the graph's own features) and use it again. Its

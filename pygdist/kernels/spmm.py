@@ -55,7 +55,8 @@ def spmm(
         csr: Structure of the matrix. Its columns must be in range; only :meth:`CSR.validate` checks that.
         x: Features of the sources, of any floating dtype. For sums and means, bfloat16, and on GPUs float16, are read
             as they are stored and summed in float32. Other rows of 16 bits are converted to float32 first.
-        weight: Value of each entry, in the order of ``csr``, or one for each entry and head; ``None`` for ``x`` alone.
+        weight: Value of each entry, in the order of ``csr.index``, or one for each entry and head; ``None`` for ``x``
+            alone.
         reduce: Reduction of the messages of one row.
         op: Operator between features and values.
         transposed: ``transpose(csr)``, or a function that returns it and is called only if ``x`` needs a gradient.

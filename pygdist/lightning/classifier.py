@@ -100,7 +100,7 @@ class NodeClassifier(NodeModule):
             )
 
     def logits(self, outputs: Any) -> Tensor:
-        """Return :meth:`predictions`; a subclass for a model with several outputs picks from these here."""
+        """Return the logits; a subclass for a model with several outputs picks from ``outputs`` here."""
         return super().predictions(outputs)
 
     @override

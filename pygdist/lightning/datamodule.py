@@ -69,7 +69,7 @@ class GraphDataModule(OfLightning, pl.LightningDataModule):
         memory_gib: For ``num_parts=auto``: the memory of a rank; by default that of its GPU, or its share of the
             machine's.
         reserve: For ``num_parts=auto``: the share of that memory that is left to training (T / M in CATGNN, Sec. 3.2).
-        symmetrize: Add the reverses of edges that are missing.
+        symmetrize: Add the missing reverses of edges.
         remove_duplicates: Merge parallel edges: weights are added, attributes averaged.
         remove_self_loops: Drop edges from a node to itself.
         float_features: Convert integer features of nodes and edges to float32; by default they stay integers.

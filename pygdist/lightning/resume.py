@@ -77,7 +77,7 @@ class Resume(pl.Callback):
     so and trains nothing. A ``ckpt_path`` of ``trainer.fit`` counts only if the folder has no checkpoint.
 
     Args:
-        folder: Where the run's checkpoints are, or those of its versions (``lightning_logs``); ``None`` for none.
+        folder: Folder of the run's checkpoints, or of its versions (``lightning_logs``); ``None`` never resumes.
 
     Raises:
         InputError: On all ranks, if one of them cannot read the file, reads another one under its name, or finds one

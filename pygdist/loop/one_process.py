@@ -39,10 +39,9 @@ def accelerate(model: nn.Module, data: Data) -> nn.Module:
 
     The model is called as before and returns what it returned. PyG's layers that get ``data.edge_index`` are
     computed by sparse products and fused attention; PyG itself makes a row for each edge. Calls with other edges (a
-    mini-batch, a subset, ``adj_t``), and calls whose messages hooks or an explainer see, run as in plain PyG; the first
+    mini-batch, a subset, ``adj_t``), and calls with hooks or an explainer on messages, run as in plain PyG; the first
     of each kind warns. Layers of your own, and layers that pygdist does not support, run as in plain PyG too;
-    ``accelerate`` names them in a warning.
-    :func:`~pygdist.undistribute` takes it back.
+    ``accelerate`` names them in a warning. :func:`~pygdist.undistribute` takes it back.
 
     Args:
         model: Any module that contains PyG layers. Parameters and ``state_dict`` keys do not change.

@@ -244,7 +244,7 @@ class OpenGraph:
         return mean + (float(sums[0] / sums[1]) - mean.detach())
 
     def mean(self, values: Tensor, mask: Tensor | None = None) -> float:
-        """Return the mean of a number by node over all nodes of the graph, the same on every process.
+        """Return the mean of a node's number over all nodes of the graph, the same on every process.
 
         Args:
             values: A number or truth for each of this process's nodes, ``(n,)``.

@@ -28,7 +28,7 @@ from pygdist.errors import InputError
 
 
 class Propagation(MessagePassing):
-    r"""Hops in a row, without anything between them that mixes columns.
+    r"""Successive hops, with nothing between them that mixes columns.
 
     Args:
         rounds: Number of hops.
@@ -312,7 +312,7 @@ def decouple(model: BasicGNN | Sequence[nn.Module]) -> Decoupled:
         (``GINConv``); or sum with the attention weights of the last layer (``GATConv``).
 
     Raises:
-        InputError: If the layers are of other classes, also subclasses, or have options that cannot be decoupled.
+        InputError: If a layer is of another class, even a subclass, or has an option that cannot be decoupled.
 
     Example:
         >>> model = decouple(GCN(16, 32, num_layers=3, out_channels=7))

@@ -18,9 +18,9 @@ from pygdist.partition.node_stream import place_nodes
 class LDGPartitioner(Partitioner):
     r"""Assigns each node to the part with the most neighbours, times the share of the part that is free.
 
-    LDG (Stanton and Kliot, KDD 2012) takes the largest :math:`|N(v) \cap P_p| \, (1 - |P_p| / C)`, the emptiest part of
-    equals. Nodes come in the order of their ids. The edges are read once to count degrees, and once for each window of
-    nodes whose neighbour lists fit in memory.
+    LDG (Stanton and Kliot, KDD 2012) takes the largest :math:`|N(v) \cap P_p| \, (1 - |P_p| / C)`; ties go to the
+    emptiest part. Nodes come in the order of their ids. The edges are read once to count degrees, and once for each
+    window of nodes whose neighbour lists fit in memory.
 
     Args:
         balance: Most nodes of a part (the capacity :math:`C`) relative to the mean; at least 1.

@@ -24,7 +24,7 @@ _PACKAGES = {"pyg_lib": ("pyg-lib",), "torch_sparse": ("torch_sparse", "torch_sc
 
 @dataclass(frozen=True, kw_only=True)
 class MetisPartitioner(Partitioner):
-    """Cuts few edges, with nearly as many nodes in each part (Karypis and Kumar, SIAM J. Sci. Comput. 1998).
+    """Cuts few edges, with nearly equal numbers of nodes (Karypis and Kumar, SIAM J. Sci. Comput. 1998).
 
     The graph is taken as undirected, without weights, duplicates and self-loops, and must fit in memory. With few nodes
     a part may stay empty.

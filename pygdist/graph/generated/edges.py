@@ -19,7 +19,7 @@ class EdgeGenerator:
 
     Both ends are drawn with a probability about :math:`r^{-a}`, where r numbers the nodes from 1. With probability
     ``inside`` the target is drawn from the source's community only, which has a power law of its own. Ids are unrelated
-    to rank and community. Edges may repeat and may be loops. The same arguments give the same edges, however they are
+    to r and community. Edges may repeat and may be loops. The same arguments give the same edges, however they are
     read.
 
     Args:

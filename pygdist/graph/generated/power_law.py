@@ -38,7 +38,7 @@ def power_law(
     Args:
         num_nodes: Number of nodes.
         num_edges: Number of directed edges, even; each undirected edge counts twice.
-        exponent: The skew :math:`a`; nodes get random ranks.
+        exponent: The skew :math:`a`; each node's r is random.
         num_features: Width of the uniform features in [0, 1).
         num_classes: Number of uniform random classes.
         seed: Seed of ``numpy.random.default_rng``.

@@ -52,8 +52,8 @@ class GraphFiles(EdgeOptions):
         columns: Columns of text or Parquet: ``source=NAME,target=NAME,weight=NAME,attributes=NAME+NAME``, or a mapping
             of the same keys. Columns without names are numbered from 1. Usual names of sources, targets and weights are
             found by themselves; ``weight=`` leaves weights out. Attributes stay integers if all are.
-        string_ids: Ids are names. By default they are if most ids in the first lines are not numbers. Nodes are
-            numbered in the order in which their names come, and the names are stored.
+        string_ids: Ids are names. By default, if most ids in the first lines are not numbers. Nodes are numbered in the
+            order in which their names come, and the names are stored.
         names: Text file with the name of each node, a line each: line i + 1 belongs to row i of features and labels.
         first_id: Id of the first node, 0 or 1. By default 1 in MatrixMarket and KONECT files, 0 in all others.
         features: ``.npy`` of shape ``(N, F)``: row i belongs to id i.
@@ -68,8 +68,8 @@ class GraphFiles(EdgeOptions):
         remove_self_loops: Remove edges from a node to itself.
         float_features: Convert integer features of nodes and edges to float32; by default they stay integers.
         float_labels: Labels are numbers to predict, even if all of them are whole; by default these become classes.
-        split: Shares of the labelled nodes for training, validation and test, instead of the masks in the folder. If
-            there are no masks either, 50/25/25 are drawn.
+        split: Shares of the labelled nodes for training, validation and test, instead of the masks in the folder. With
+            neither ``split`` nor masks, 50/25/25 are drawn.
         split_seed: Seed of the drawn split.
         split_index: Column to use of masks that hold several splits.
         num_classes: Number of classes; the largest label plus one by default.

@@ -29,7 +29,8 @@ def load_hetero(
     """Load a whole heterogeneous graph.
 
     Args:
-        source: The name of a double of a published graph, ``mag-like``, or a folder that ``pygdist generate`` wrote.
+        source: ``mag-like``, a double (a random graph with published figures), or a folder that ``pygdist generate``
+            wrote.
         scale: Factor on the published numbers of nodes and edges; only for a double.
         seed: Seed; only for a double.
         features: Generate features; only for a double.

@@ -93,7 +93,7 @@ def load_graph(
             "init_args": {...}}`` will do, as in a file.
 
     Returns:
-        A graph with ``edge_index``, the other fields of the source, and a list ``pygdist_notes`` if something was done.
+        A graph with ``edge_index``, the other fields of the source, and a list ``pygdist_notes`` if it was changed.
 
     Raises:
         InputError: If the source is unknown or missing, an argument does not fit, or it is not a single graph.

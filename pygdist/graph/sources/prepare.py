@@ -75,13 +75,13 @@ def prepare(
             all.
 
     Returns:
-        The graph, with ``edge_index`` (int64), ``x`` (float32 or float64, or integers or bool as they are), ``y``
-        (classes: int64 of shape ``(N,)``, -1 = unlabelled; several labels per node: a float32 matrix of 0 and 1, NaN
-        row = unlabelled; numbers to predict: float32, float64 or int64 of shape ``(N, 1)``, ``(N, k)`` or with more
+        A pair: the graph, with ``edge_index`` (int64), ``x`` (float32 or float64, or integers or bool as they are),
+        ``y`` (classes: int64 of shape ``(N,)``, -1 = unlabelled; several labels per node: a float32 matrix of 0 and 1,
+        NaN row = unlabelled; numbers to predict: float32, float64 or int64 of shape ``(N, 1)``, ``(N, k)`` or with more
         dimensions, NaN row = unlabelled; absent if the dataset has no labels), three bool masks of labelled nodes,
         ``edge_weight`` (float), ``edge_attr`` (as ``x``) and ``edge_type`` (int64) if the dataset has them, and
         ``num_classes`` (0 for numbers to predict), the ``node_inputs`` and their names, and the names of the other
-        tensors of nodes (``left_out``); second, a note on each change, one sentence each.
+        tensors of nodes (``left_out``); and a note on each change, one sentence each.
 
     Raises:
         InputError: If :func:`check` raises it, ``split`` is not three shares, or ``split_seed`` is out of range.

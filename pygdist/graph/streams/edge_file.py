@@ -18,7 +18,7 @@ from pygdist.memory.limits import refusal_of
 
 
 class EdgeFile:
-    """An integer array of shape ``(2, E)`` or ``(E, 2)`` on disk, of any integer type, in either order.
+    """An integer array of shape ``(2, E)`` or ``(E, 2)`` on disk, of any integer type, in C or Fortran order.
 
     An array of shape ``(2, 2)`` is taken as ``(2, E)``, PyG's layout.
 
