@@ -69,7 +69,7 @@ class GraphModule(OfLightning, pl.LightningModule):
         detect_nan: Stop at the end of an epoch whose training or validation loss is NaN or infinite.
     """
 
-    #: True: evaluated on held-out edges; False: on nodes; ``None``: on edges if the data module holds some out.
+    #: Evaluated on held-out edges (``True``) or on nodes; with ``None``, on edges if the data module holds some out.
     learns_edges: ClassVar[bool | None] = None
 
     def __init__(

@@ -19,8 +19,8 @@ class FennelPartitioner(Partitioner):
     r"""Assigns each node to the part with the most neighbours, less a cost of the part's size.
 
     Fennel (Tsourakakis et al., WSDM 2014) takes the largest :math:`|N(v) \cap P_p| - \alpha \gamma |P_p|^{\gamma - 1}`
-    with :math:`\alpha = |E| P^{\gamma - 1} / |V|^\gamma`; ties
-    go to the emptiest part, and no part is filled beyond the bound. Nodes come in the order of their ids; edges are read as by LDG.
+    with :math:`\alpha = |E| P^{\gamma - 1} / |V|^\gamma`; ties go to the emptiest part,
+    and no part is filled beyond the bound. Nodes come in the order of their ids; edges are read as by LDG.
 
     Args:
         gamma: Exponent :math:`\gamma` of the cost; above 1.
