@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+_SAMPLED = 1024  # values of a tensor, about
+
 
 def version_of(tensor: Tensor | None) -> int:
     """Return the number of in-place changes of a tensor; those of inference tensors are not counted."""
@@ -15,12 +17,22 @@ def identity_of(tensor: Tensor | None) -> tuple[object, ...]:
     """Return a tuple that is equal for two tensors with the same values in the same memory.
 
     It is valid while that memory is not reused: keep ``tensor.detach()`` with it, which holds the memory even after
-    ``tensor.data = ...``. Writes through ``tensor.data`` or NumPy are not detected.
+    ``tensor.data = ...``. Writes that torch does not count, through ``tensor.data``, NumPy or a fused optimizer, are
+    detected on the CPU if they change most values, by a sample; on a GPU, which a sample would wait for, they are not.
     """
     if tensor is None:
         return (None,)
     storage = tensor.untyped_storage()._cdata
-    return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, version_of(tensor)
+    facts = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, version_of(tensor))
+    return storage, *facts, _sample(tensor) if tensor.device.type == "cpu" else None
+
+
+def _sample(tensor: Tensor) -> bytes:
+    """Return some of the values, spread over all dimensions."""
+    wanted = int(_SAMPLED ** (1 / max(1, tensor.dim())))
+    steps = [max(1, size // wanted) for size in tensor.shape]
+    chosen = tensor.detach()[tuple(slice(None, None, step) for step in steps)] if steps else tensor.detach()
+    return chosen.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def fixable(tensor: Tensor | None) -> bool:

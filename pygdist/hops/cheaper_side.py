@@ -33,7 +33,7 @@ from torch_geometric.nn.aggr import MeanAggregation, SumAggregation
 
 from pygdist.graph import Adjacency
 from pygdist.hops.kept import Kept
-from pygdist.hops.layer import hooked, hooked_module, is_linear, stand_in
+from pygdist.hops.layer import CACHES, hooked, hooked_module, is_linear, stand_in
 
 Forward = Callable[..., Tensor]
 
@@ -75,7 +75,11 @@ def _gcn(
 ) -> Tensor | None:
     if layer.lin.bias is not None or not _rows_are_cheaper(kept, layer, x, layer.out_channels, edge_weight):
         return None
-    out = forward(stand_in(layer, lin=nn.Identity(), bias=None), x, edge_index, edge_weight)
+    twin = stand_in(layer, lin=nn.Identity(), bias=None)
+    out = forward(twin, x, edge_index, edge_weight)
+    for name in CACHES:  # with cached=True, as PyG would
+        if hasattr(layer, name):
+            setattr(layer, name, getattr(twin, name))
     return _plus(layer.lin(out), layer.bias)
 
 

@@ -256,7 +256,12 @@ class Hop:
         tensors = [value for value in self.arguments.values() if isinstance(value, Tensor)]
         edge = torch.tensor([[num_src], [num_dst]], device=tensors[0].device if tensors else None)
         arguments = {name: each_end(value, padded) for name, value in self.arguments.items()}
+        attributes = vars(self.layer)
+        before = dict(attributes)
         out: Tensor = replace(self, edge_index=edge, arguments=arguments, size=(num_src + 1, num_dst + 1))._computed()
+        for name, value in attributes.items():  # such as attention weights, which the layer may return
+            if isinstance(value, Tensor) and before.get(name) is not value and value.dim() and value.size(0) == 1:
+                attributes[name] = value[:0]
         return out[:0] if self.updates_edges else out.narrow(dim, 0, num_dst)
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -19,10 +20,12 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from pygdist.comm import Communicator
+from pygdist.comm.derivatives import SECOND_DERIVATIVE
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency
-from pygdist.hops.arguments import mapped
+from pygdist.hops.arguments import mapped, tensors_of
 
+_OUTPUTS = 8  # outputs of models that are looked at as inputs of others
 _ROUNDINGS = 64  # within which parameters count as equal
 _UNSCALED = (
     "backward() without graph.mean_loss(): gradients are averaged over processes, which have different numbers of "
@@ -38,6 +41,19 @@ _SHARED = (
     "for each node or edge of this process: its gradient is this process's share of that of the mean; make it a "
     "parameter of a model that graph.distribute gets, or add its gradients of all processes"
 )
+_HOOKED = (
+    "a hook on a parameter of a distributed model sees this process's share of the gradient, before the average over "
+    "processes; change the parameters' .grad after backward() instead"
+)
+_ASKED = (
+    "torch.autograd.grad returns this process's share of gradients, of which the mean over processes is the gradient; "
+    "use backward(), or average them"
+)
+_INSIDE = (
+    "a distributed model runs once more inside of a backward pass, by reentrant checkpointing, where gradients of its "
+    "inputs cannot be told from those of the graph; use checkpoint(..., use_reentrant=False), or checkpoint inside of "
+    "the model"
+)
 
 
 class AveragedGradients:
@@ -52,13 +68,20 @@ class AveragedGradients:
     Args:
         model: The model, with equal parameters on all ranks.
         communicator: The ranks.
+        owners: Of the parameters of all models, what averages the gradient; shared by all models of a graph.
         scaled: Tells if a loss of the whole graph was made; without one a warning says that processes count alike.
+
+    Attributes:
+        expects_pass: A loss was made, and no backward pass of it.
     """
 
-    def __init__(self, model: nn.Module, communicator: Communicator, *, scaled: Callable[[], bool]) -> None:
-        self._communicator, self._scaled = communicator, scaled
+    def __init__(
+        self, model: nn.Module, communicator: Communicator, owners: WeakIdKeyDictionary, *, scaled: Callable[[], bool]
+    ) -> None:
+        self._communicator, self._owners, self._scaled = communicator, owners, scaled
         self._parameters: list[nn.Parameter] = []
-        self._known = WeakIdKeyDictionary()
+        self._told = set[str]()
+        self._removed, self.expects_pass = False, False
         self._before: dict[int, Tensor | None] = {}  # gradients of earlier passes, by number of the parameter
         self._reached: dict[int, int] = {}  # versions of the gradients of this pass
         self._end: weakref.ref[Callable[[], None]] | None = None  # autograd holds it while this pass runs
@@ -67,15 +90,17 @@ class AveragedGradients:
 
     def _found_in(self, model: nn.Module) -> None:
         for one in model.parameters():
-            if one.requires_grad and one not in self._known:
+            owner = self._owners[one]() if one in self._owners else None
+            if one.requires_grad and one.is_leaf and (owner is None or owner._removed):
                 number = len(self._parameters)
-                self._known[one] = number
+                self._owners[one] = weakref.ref(self)
                 self._parameters.append(one)
                 self._hooks.append(one.register_hook(partial(self._set_aside, number)))
                 self._hooks.append(one.register_post_accumulate_grad_hook(partial(self._reach, number)))
 
     def remove(self) -> None:
         """Remove the hooks, as a handle of torch's does."""
+        self._removed = True
         for hook in self._hooks:
             hook.remove()
 
@@ -89,13 +114,23 @@ class AveragedGradients:
         """Outside of a backward pass: average the gradients of parameters that are new or no longer frozen, too."""
         self._give_up()
         self._found_in(model)
+        self.expects_pass = False
+        if any(_has_other_hooks(one) for one in self._parameters):
+            self._tell(_HOOKED)
+
+    def _tell(self, words: str) -> None:
+        if words not in self._told:
+            self._told.add(words)
+            warnings.warn(words, stacklevel=2)
 
     def _give_up(self) -> None:
         """Forget a backward pass that has failed; earlier gradients go back, unless the loop has changed them since."""
-        for number, gradient in self._before.items():
-            parameter = self._parameters[number]
-            if parameter.grad is not None and parameter.grad._version == self._reached.get(number):
-                parameter.grad = gradient
+        grads = {number: self._parameters[number].grad for number in self._before}
+        kept = {number: grads[number] for number in self._reached.keys() & grads.keys()}
+        if all(one is not None and one._version == self._reached[number] for number, one in kept.items()):
+            for number, gradient in self._before.items():
+                if number in kept or grads[number] is None:  # not reached: it was set aside, and the pass failed
+                    self._parameters[number].grad = gradient
         self._before, self._reached = {}, {}
 
     def _set_aside(self, number: int, _: Tensor) -> None:
@@ -122,8 +157,12 @@ class AveragedGradients:
         for number, gradient in before.items():
             self._parameters[number].grad = gradient
         if not reached:
+            if self.expects_pass:
+                self._tell(_ASKED)
             return
-        self._passes += 1
+        if any(one.requires_grad for one in mine.values()):
+            raise InputError(SECOND_DERIVATIVE)
+        self._passes, self.expects_pass = self._passes + 1, False
         if self._passes == 1 and not self._scaled():
             warnings.warn(_UNSCALED, stacklevel=2)
         self._communicator.epoch += 1
@@ -198,7 +237,10 @@ class WholeInputs:
     def __init__(self, num_ranks: int, num_rows: tuple[int, ...]) -> None:
         self._num_ranks, self._num_rows = num_ranks, num_rows
         self._looks, self._told = 0, False
-        self._parameters = WeakIdKeyDictionary()  # of all distributed models
+        self.owners = WeakIdKeyDictionary()  # of the parameters of all distributed models
+        self._parameters = WeakIdKeyDictionary()  # also those that are frozen
+        self._seen = WeakIdKeyDictionary()  # leaves of inputs, in forward passes
+        self._outputs: deque[weakref.ref[Tensor]] = deque(maxlen=_OUTPUTS)
         self._models: weakref.WeakKeyDictionary[nn.Module, AveragedGradients] = weakref.WeakKeyDictionary()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WholeInputs:
@@ -229,8 +271,13 @@ class WholeInputs:
 
     def begin_loss(self) -> None:
         """Look for new parameters of all models, which may be called past their ``forward``."""
-        for model in list(self._models):
+        for model, averaged in list(self._models.items()):
             self._look_at(model)
+            averaged.expects_pass = True
+
+    def note_outputs(self, model: nn.Module, args: Any, outputs: Any) -> None:
+        """Forward hook: note the outputs of a model, which the loop may detach and give to another."""
+        self._outputs.extend(weakref.ref(one) for one in tensors_of(outputs))
 
     def look_at_loss(self, loss: Tensor) -> None:
         """Warn, now and then, of leaves that reach a loss beside all models."""
@@ -239,23 +286,40 @@ class WholeInputs:
         self._looks += 1
         if self._looks.bit_count() > 1:  # all but the first, second, fourth, eighth, ...
             return
-        leaf = next((one for one in _leaves(loss) if one not in self._parameters), None)
+        others = (one for one in _leaves(loss) if one not in self._parameters)
+        leaf = next((one for one in others if not self._is_detached_output(one)), None)
         if leaf is not None:
             warnings.warn(_BESIDE.format(tuple(leaf.shape), self._num_ranks), stacklevel=3)
 
     def _whole(self, _: str, value: Any) -> Any:
         wants = isinstance(value, Tensor) and value.requires_grad and not isinstance(value, Adjacency)
         leaves = list(_leaves(value)) if wants else []
-        if not wants or any(one in self._parameters for one in leaves):
+        if not wants or any(one in self._parameters or self._is_detached_output(one) for one in leaves):
             return value
+        if torch._C._current_graph_task_id() >= 0 and any(one not in self._seen for one in leaves):
+            raise InputError(_INSIDE)
+        for one in leaves:
+            self._seen[one] = True
         self._tell_of_copies(leaves)
         return _Whole.apply(value, self._num_ranks)  # type: ignore[no-untyped-call]
+
+    def _is_detached_output(self, leaf: Tensor) -> bool:
+        """True for the output of a model, cut off by ``detach``: the gradient of the mean goes on from it by itself."""
+        memory = leaf.untyped_storage().data_ptr()
+        alive = (one for ref in self._outputs if (one := ref()) is not None)
+        return bool(memory) and any(one.untyped_storage().data_ptr() == memory for one in alive)
 
     def _tell_of_copies(self, leaves: list[Tensor]) -> None:
         copied = next((one for one in leaves if not one.dim() or one.size(0) not in self._num_rows), None)
         if copied is not None and not self._told:
             self._told = True
             warnings.warn(_SHARED.format(tuple(copied.shape)), stacklevel=4)
+
+
+def _has_other_hooks(parameter: Tensor) -> bool:
+    """True if a parameter has more hooks than the two of :class:`AveragedGradients`."""
+    hooks = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
+    return any(one is not None and len(one) > 1 for one in hooks)
 
 
 def _leaves(value: Tensor) -> Iterator[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import types
 import warnings
 import weakref
@@ -20,7 +21,7 @@ from pygdist.comm import Communicator, ExchangePlan
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency, Shard
 from pygdist.graph.check import EDGE_FIELDS, MASKS, plain
-from pygdist.graph.identity import fixable, identity_of, version_of
+from pygdist.graph.identity import fixable, identity_of
 from pygdist.graph.memo import Memo
 from pygdist.hops.arguments import mapped, named_values, node_dim
 from pygdist.hops.hop import Deferred, Hop
@@ -28,6 +29,7 @@ from pygdist.hops.layer import CACHES, hooked, hooked_module, layer_name, module
 from pygdist.routing.distribute import distribute_layers, with_own_classes
 from pygdist.routing.refusals import reason_against_layer
 
+_ONE_AT_A_TIME = threading.RLock()  # layers, if several threads call models
 _FEW = 2  # results that are kept
 _OF_NODES = ("x", "x_0", "y", "mask", "pos", "normal", "batch", "node_type", "lambda_max")
 _KNOWN = {*_OF_NODES, *EDGE_FIELDS, "edge_index", "pos_edge_index", "neg_edge_index"}  # arguments of PyG's layers
@@ -104,13 +106,14 @@ class OneProcess(CommBackend):
         values = named_values(call, args, kwargs)
         if any(isinstance(one, Adjacency) for _, one in values):  # of the layer in which this one is
             return super().run_layer(layer, forward, args, kwargs)
-        if graph is None or graph.leaves(layer, values):
-            with with_own_classes(layer):
-                return layer.forward(*args, **kwargs)
-        graph.note(layer)
-        args, kwargs = mapped(call, args, kwargs, graph.given)
-        with self._around_layer():
-            return graph.returned(super().run_layer(layer, forward, args, kwargs))
+        with _ONE_AT_A_TIME:
+            if graph is None or graph.leaves(layer, values):
+                with with_own_classes(layer):
+                    return layer.forward(*args, **kwargs)
+            graph.note(layer)
+            args, kwargs = mapped(call, args, kwargs, graph.given)
+            with self._around_layer():
+                return graph.returned(super().run_layer(layer, forward, args, kwargs))
 
     @contextlib.contextmanager
     def _around_layer(self) -> Iterator[None]:
@@ -183,7 +186,7 @@ class _Graph:
     def __init__(self, data: Data) -> None:
         self._given, edges = data.edge_index, plain(data.edge_index)
         _check(edges, int(data.num_nodes))
-        self._edges, self._version = edges, version_of(edges)
+        self._edges, self._identity = edges, identity_of(edges)
         self._num_nodes, self._perm, self._back = int(data.num_nodes), None, None
         if bool((edges[1, 1:] >= edges[1, :-1]).all()):
             self.adjacency = Adjacency(edges, num_src=self._num_nodes, num_dst=self._num_nodes)
@@ -224,6 +227,8 @@ class _Graph:
         return reason is not None
 
     def _reason_against(self, layer: MessagePassing, values: list[tuple[str, Any]]) -> str | None:
+        if _is_transformed():
+            return "under torch.func, forward-mode derivatives and tracing"
         if not any(self._are_edges(one) for _, one in values):
             if layer in self._cached:
                 raise InputError(
@@ -248,7 +253,7 @@ class _Graph:
             self._cached.add(layer)
 
     def _are_edges(self, value: Any) -> bool:
-        if not isinstance(value, Tensor) or _is_sparse(value) or version_of(self._edges) != self._version:
+        if not isinstance(value, Tensor) or _is_sparse(value) or identity_of(self._edges) != self._identity:
             return False
         if value is self._given:
             return True
@@ -319,6 +324,13 @@ def _has_rows(layer: MessagePassing, name: str, value: Any, num_nodes: int) -> b
     if name != "x" or not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() < 2:
         return True
     return not _is_sparse(value) and value.size(node_dim(layer, value)) == num_nodes
+
+
+def _is_transformed() -> bool:
+    """True where tensors stand for others, or have tangents that kernels do not know."""
+    transformed = torch._C._functorch.maybe_current_level() is not None
+    traced = torch.jit.is_tracing() or torch.compiler.is_exporting()
+    return transformed or traced or torch.autograd.forward_ad._current_level >= 0
 
 
 def _is_sparse(value: Any) -> bool:

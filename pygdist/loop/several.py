@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 from torch_geometric.data import Data
 
 from pygdist.backends import Backend, resolve_backend
@@ -36,7 +37,8 @@ from pygdist.routing.distribute import distribute, with_hooks
 from pygdist.routing.refusals import refuse_known_layers
 
 _WHOLE_GRAPH = " (for sizes of the whole graph: graph.num_nodes, graph.num_classes; graph.data has this process's part)"
-_OPTIONS, _NO_CLASS = ("weight", "ignore_index"), -100  # of a loss of torch, that its mean depends on
+_NO_CLASS = -100  # torch's ignore_index
+_OF_CLASSES = (functional.cross_entropy, functional.nll_loss)
 
 
 def open_graph(
@@ -183,9 +185,10 @@ class OpenGraph:
         distribute(model, backend=self._backend)
         self._backend.look_at(model, None)
         if self.num_ranks > 1:
-            averaged = AveragedGradients(model, self._communicator, scaled=lambda: self._scaled)
+            averaged = AveragedGradients(model, self._communicator, self._inputs.owners, scaled=lambda: self._scaled)
             self._inputs.add(model, averaged)
-            with_hooks(model, model.register_forward_pre_hook(self._inputs, with_kwargs=True), averaged)
+            before = model.register_forward_pre_hook(self._inputs, with_kwargs=True)
+            with_hooks(model, before, model.register_forward_hook(self._inputs.note_outputs), averaged)
         return model
 
     def _share(self, model: nn.Module) -> None:
@@ -337,16 +340,29 @@ class OpenGraph:
 
 def _share(loss: Callable[..., Tensor], values: Tensor, labels: Tensor) -> float:
     """Return what torch divides the sum of these values by: their number, or the weights of their classes."""
-    options = {name: getattr(loss, name) for name in _OPTIONS if hasattr(loss, name)} | getattr(loss, "keywords", {})
-    counted = labels != options.get("ignore_index", _NO_CLASS)
-    weight = options.get("weight")
-    if weight is not None:
+    if labels.is_floating_point():
+        return float(values.numel())
+    counted = labels != _option(loss, "ignore_index", _NO_CLASS)
+    weight = _option(loss, "weight", None)
+    by_weight = isinstance(loss, (nn.CrossEntropyLoss, nn.NLLLoss)) or getattr(loss, "func", loss) in _OF_CLASSES
+    if weight is not None and by_weight:
         return float(weight.index_select(0, labels[counted]).sum())
     return float(values.numel() if bool(counted.all()) else counted.sum())
 
 
+def _option(loss: Callable[..., Tensor], name: str, default: Any) -> Any:
+    """Return an option of a loss: an attribute of a module, or an argument of a ``partial``."""
+    return getattr(loss, "keywords", {}).get(name, getattr(loss, name, default))
+
+
 def _by_node(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a loss that is not averaged over nodes."""
+    reduction = _option(loss, "reduction", None)
+    if reduction not in (None, "mean", "none"):
+        raise InputError(
+            f"mean_loss returns a mean over nodes, but the loss has reduction={reduction!r}; leave the reduction out, "
+            "or return the value of each node, such as its sum over classes"
+        )
     if isinstance(loss, nn.Module) and hasattr(loss, "reduction"):
         by_node: Any = copy.copy(loss)
         by_node.reduction = "none"

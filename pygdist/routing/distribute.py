@@ -236,8 +236,10 @@ class _BeginForward:
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         form = _agree(module, self.backend, args, kwargs)
         self.backend.kept.uncompared = False
-        if self.check and form not in self.compared and _compare(module, self.backend, args, kwargs, _WAYS):
-            self.compared.add(form)
+        if self.check and form not in self.compared:
+            with _unsaved():  # a checkpoint around the model counts the tensors of each pass
+                if _compare(module, self.backend, args, kwargs, _WAYS):
+                    self.compared.add(form)
         self.backend.kept.first_hop.begin_forward()
         self.backend.begin_forward()
         try:
@@ -248,6 +250,15 @@ class _BeginForward:
             if error.__cause__ is not None and fails_alone(module, error.__cause__):
                 raise error.__cause__ from None  # the model's own fault, told as on one process
             raise
+
+
+def _unsaved() -> contextlib.AbstractContextManager[Any]:
+    """Save tensors for backward passes as they are, whatever hooks are around."""
+    return torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 class _EndForward:

@@ -206,7 +206,8 @@ def _pass_by(
             _learn(outputs, small, shard, run if whole is None else whole, everywhere=number == 0)
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            run.gradients[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            none = parameter.grad is None
+            run.gradients[name] = torch.zeros_like(parameter) if none else parameter.grad.to_dense()  # type: ignore[union-attr]
     run.buffers |= {name: one for name, one in model.named_buffers() if one.is_floating_point()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,46 @@ def test_losses_are_torchs_means(pool: RankPool, tmp_path: Path) -> None:
     ]
     for found in pool.run(_losses, 3, str(tmp_path)):
         assert found == pytest.approx([float(one) for one in expected], rel=1e-12)
+
+
+_MARGINS = torch.tensor([0.5, 2.0, 1.0, 0.25]).double()
+MEANS: dict[str, Callable[..., Tensor]] = {
+    "target of -100": nn.MSELoss(),
+    "margins by weight": nn.MultiMarginLoss(weight=_MARGINS),
+    "margins by weight, partial": partial(F.multi_margin_loss, weight=_MARGINS),
+    "soft labels by weight": nn.CrossEntropyLoss(weight=_MARGINS),
+    "truths by weight": nn.BCEWithLogitsLoss(weight=_MARGINS),
+    "several truths by weight": nn.MultiLabelSoftMarginLoss(weight=_MARGINS),
+}
+
+
+def _targets(name: str, n_id: Tensor) -> Tensor:
+    classes = n_id % 4
+    if "margins" in name:
+        return classes
+    if "100" in name:
+        return torch.where(classes == 1, -100.0, classes).double().unsqueeze(1).expand(-1, 4)
+    return F.one_hot(classes, 4).double()
+
+
+def _mean_of(rank: int, num_ranks: int, folder: str, name: str) -> float:
+    graph = open_graph(masked_graph, cache_dir=folder)
+    return float(graph.mean_loss(MEANS[name], graph.x[:, :4].double(), _targets(name, graph.n_id), graph.train_mask))
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_means_that_torch_divides_by_the_number_of_values(name: str, pool: RankPool, tmp_path: Path) -> None:
+    data = masked_graph()
+    target = _targets(name, torch.arange(160))
+    expected = MEANS[name](data.x[data.train_mask, :4].double(), target[data.train_mask])
+    assert pool.run(_mean_of, 3, str(tmp_path), name) == pytest.approx([float(expected)] * 3, rel=1e-12)
+
+
+@pytest.mark.parametrize("loss", [nn.KLDivLoss(reduction="batchmean"), partial(F.cross_entropy, reduction="sum")])
+def test_losses_that_are_no_means_are_refused(loss: Callable[..., Tensor], tmp_path: Path) -> None:
+    graph = open_graph(masked_graph, cache_dir=tmp_path)
+    with pytest.raises(InputError, match="mean_loss returns a mean over nodes, but the loss has reduction='"):
+        graph.mean_loss(loss, graph.x[:, :4], graph.y)
 
 
 def _prices(whole: bool = False) -> Data:

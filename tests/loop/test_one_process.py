@@ -8,6 +8,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.explain import Explainer, GNNExplainer
 from torch_geometric.nn import (
     GAE,
+    GAT,
     GCN,
     MLP,
     DirGNNConv,
@@ -28,6 +30,7 @@ from torch_geometric.nn import (
     GATConv,
     GATv2Conv,
     GCNConv,
+    GraphSAGE,
     GraphUNet,
     MessagePassing,
     SAGEConv,
@@ -424,6 +427,69 @@ def test_a_layer_that_caches_its_edges_is_pygs_or_refused(data: Data) -> None:
         InputError, match=r"GCNConv has cached=True and ran on data.edge_index: PyG would ignore the other"
     ):
         layer(data.x, data.edge_index[:, :7])
+
+
+def test_a_layer_keeps_the_weights_that_it_has_cached(data: Data) -> None:
+    layer = GCNConv(data.num_features, 3, cached=True).double()
+    twin = copy.deepcopy(layer)
+    accelerate(layer, data)
+    for weight in (data.edge_weight.double(), data.edge_weight.double().square(), None):  # PyG keeps the first
+        found, expected = (one(data.x, data.edge_index, weight) for one in (layer, twin))
+        assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("write", [lambda one: one.numpy(), lambda one: one.data], ids=["NumPy", "data"])
+@pytest.mark.parametrize("name", ["x", "edge_index", "edge_weight"])
+def test_writes_that_torch_does_not_count(name: str, write: Callable[[Tensor], Any], data: Data) -> None:
+    data.edge_weight = data.edge_weight.double()
+    layer = GCNConv(data.num_features, 3).double()
+    twin = copy.deepcopy(layer)
+    accelerate(layer, data)
+    for _ in range(3):
+        found, expected = (one(data.x, data.edge_index, data.edge_weight) for one in (layer, twin))
+        assert torch.allclose(found, expected, rtol=0, atol=1e-12)
+        write(data[name])[:] = write(data[name].flip(-1).clone())
+
+
+@pytest.mark.parametrize("name", ["GCN", "GraphSAGE", "GAT"])
+def test_transformations_of_torch_are_those_of_pyg(name: str, data: Data) -> None:
+    models = {"GCN": GCN, "GraphSAGE": GraphSAGE, "GAT": GAT}
+    model = models[name](data.num_features, 4, num_layers=2, out_channels=3).double()
+    parameters, tangent = dict(model.named_parameters()), torch.ones_like(data.x)
+
+    def found() -> list[Tensor]:
+        out = list(torch.func.jvp(lambda x: model(x, data.edge_index), (data.x,), (tangent,)))
+        with torch.autograd.forward_ad.dual_level():
+            dual = model(torch.autograd.forward_ad.make_dual(data.x, tangent), data.edge_index)
+            out += torch.autograd.forward_ad.unpack_dual(dual)
+        gradients = torch.func.grad(
+            lambda values: torch.func.functional_call(model, values, (data.x, data.edge_index)).square().sum()
+        )
+        exported = torch.export.export(model, (data.x, data.edge_index), strict=False).module()
+        return [*out, *gradients(parameters).values(), exported(data.x, data.edge_index)]
+
+    expected = found()
+    accelerate(model, data)
+    torch.testing.assert_close(found(), expected, rtol=0, atol=1e-12)
+
+
+def test_attention_of_no_edges_has_no_weights(data: Data) -> None:
+    empty = Data(x=data.x, edge_index=data.edge_index[:, :0])
+    layer = TransformerConv(data.num_features, 4, heads=2).double()
+    expected = layer(empty.x, empty.edge_index, return_attention_weights=True)
+    accelerate(layer, empty)
+    out, (edges, weights) = layer(empty.x, empty.edge_index, return_attention_weights=True)
+    assert weights.shape == expected[1][1].shape == (0, 2)
+    assert edges.shape == (2, 0)
+    assert torch.allclose(out, expected[0], rtol=0, atol=1e-12)
+
+
+def test_threads_take_turns(data: Data) -> None:
+    model = accelerate(GCN(data.num_features, 8, num_layers=2).double(), data)
+    with torch.no_grad(), ThreadPoolExecutor(4) as threads:
+        expected = model(data.x, data.edge_index)
+        calls = [threads.submit(torch.no_grad()(model), data.x, data.edge_index) for _ in range(200)]
+        assert all(torch.equal(one.result(), expected) for one in calls)
 
 
 def test_a_sparse_adjacency_runs_as_in_pyg(data: Data) -> None:

@@ -1,0 +1,223 @@
+"""Things that autograd does with a model: a loop on several processes gives one process's numbers, or says why not."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from torch_geometric.nn import GCN
+
+from pygdist import InputError, open_graph
+from pygdist.testing import RankPool
+from tests.loop.graphs import masked_graph
+
+
+@dataclass(frozen=True)
+class _Loop:
+    x: Tensor
+    edge_index: Tensor
+    distribute: Callable[[Any], Any]
+    loss: Callable[[Tensor], Tensor]
+
+    def model(self, num_features: int = 12, num_classes: int = 4) -> Any:
+        torch.manual_seed(0)
+        return self.distribute(GCN(num_features, 8, num_layers=2, out_channels=num_classes).double())
+
+
+def _alone() -> _Loop:
+    data = masked_graph()
+    mask, y = data.train_mask, data.y
+    return _Loop(data.x, data.edge_index, lambda model: model, lambda out: F.cross_entropy(out[mask], y[mask]))
+
+
+def _shared(folder: str) -> _Loop:
+    graph = open_graph(masked_graph, cache_dir=folder)
+
+    def loss(out: Tensor) -> Tensor:
+        return graph.mean_loss(F.cross_entropy, out, graph.y, graph.train_mask)
+
+    return _Loop(graph.x, graph.edge_index, graph.distribute, loss)
+
+
+def _gradients(*models: nn.Module) -> list[Tensor]:
+    return [one.grad.to_dense().clone() for model in models for one in model.parameters() if one.grad is not None]
+
+
+def _raise(_: Tensor) -> None:
+    raise RuntimeError("out of memory")
+
+
+def _cut_by_detach(loop: _Loop) -> list[Tensor]:
+    encoder, head = loop.model(12, 8), loop.model(8)
+    z = encoder(loop.x, loop.edge_index)
+    cut = z.detach().requires_grad_()
+    loop.loss(head(cut, loop.edge_index)).backward()
+    z.backward(cut.grad)
+    return _gradients(encoder, head)
+
+
+def _checkpoint_at_once(loop: _Loop) -> list[Tensor]:
+    model = loop.model()
+    loop.loss(checkpoint(model, loop.x, loop.edge_index, use_reentrant=False)).backward()
+    return _gradients(model)
+
+
+def _reentrant_head(loop: _Loop) -> list[Tensor]:
+    encoder, head = loop.model(12, 8), loop.model(8)
+    z = encoder(loop.x, loop.edge_index)
+    loop.loss(checkpoint(head, z, loop.edge_index, use_reentrant=True)).backward()
+    return _gradients(encoder, head)
+
+
+def _computed_parameters(loop: _Loop) -> list[Tensor]:
+    model = loop.model()
+    doubled = {name: 2 * one for name, one in model.named_parameters()}
+    loop.loss(functional_call(model, doubled, (loop.x, loop.edge_index))).backward()
+    return _gradients(model)
+
+
+class _WithTable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.conv = nn.Embedding(2, 12, sparse=True).double(), GCN(12, 4, num_layers=1).double()
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.conv(x + self.table((x[:, 0] > 0).long()), edge_index)
+        return out
+
+
+def _sparse_gradient(loop: _Loop) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = loop.distribute(_WithTable())
+    loop.loss(model(loop.x, loop.edge_index)).backward()
+    return _gradients(model)
+
+
+def _hook_that_fails(loop: _Loop) -> list[Tensor]:
+    """The pass fails at a parameter whose earlier gradient is aside."""
+    model = loop.model()
+    loop.loss(model(loop.x, loop.edge_index)).backward()
+    fails = model.convs[0].lin.weight.register_hook(_raise)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        loop.loss(model(loop.x, loop.edge_index)).backward()
+    fails.remove()
+    if not _is_distributed(model):  # plain torch keeps what a failed pass has added
+        model.zero_grad()
+        loop.loss(model(loop.x, loop.edge_index)).backward()
+    loop.loss(model(loop.x, loop.edge_index)).backward()
+    return _gradients(model)
+
+
+def _is_distributed(model: nn.Module) -> bool:
+    return bool(model._forward_pre_hooks)
+
+
+class _Tied(nn.Module):
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.conv, self.head = GCN(12, 8, num_layers=1).double(), head
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.head(self.conv(x, edge_index).relu())
+        return out
+
+
+def _shared_head(loop: _Loop) -> list[Tensor]:
+    """Two models share a head; a pass through both fails between two that do not."""
+    torch.manual_seed(0)
+    head = nn.Linear(8, 4).double()
+    models = [loop.distribute(_Tied(head)) for _ in range(2)]
+    fails = [False]
+
+    def forward() -> Tensor:
+        outs = [model(loop.x, loop.edge_index) for model in models]
+        if fails[0]:
+            outs[0].register_hook(_raise)
+        total: Tensor = loop.loss(outs[0]) + loop.loss(outs[1])
+        return total
+
+    for fails[0] in (False, True, False):
+        if fails[0] and _is_distributed(models[0]):
+            with pytest.raises(RuntimeError, match="out of memory"):
+                forward().backward()
+        elif not fails[0]:
+            forward().backward()
+    return _gradients(*models)
+
+
+EQUAL = {
+    "cut by detach": _cut_by_detach,
+    "checkpoint at once": _checkpoint_at_once,
+    "reentrant head": _reentrant_head,
+    "computed parameters": _computed_parameters,
+    "sparse gradient": _sparse_gradient,
+    "hook that fails": _hook_that_fails,
+    "shared head": _shared_head,
+}
+
+
+def _run(rank: int, num_ranks: int, folder: str, name: str) -> list[Tensor]:
+    return EQUAL[name](_shared(folder))
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_gradients_are_those_of_one_process(name: str, pool: RankPool, tmp_path: Path) -> None:
+    expected = EQUAL[name](_alone())
+    for found in pool.run(_run, 3, str(tmp_path), name):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def _reentrant_model(loop: _Loop) -> None:
+    x = loop.x.clone().requires_grad_()
+    loop.loss(checkpoint(loop.model(), x, loop.edge_index, use_reentrant=True)).backward()
+
+
+def _gradients_with_graph(loop: _Loop) -> None:
+    loop.loss(loop.model()(loop.x, loop.edge_index)).backward(create_graph=True)
+
+
+def _asked_for(loop: _Loop) -> None:
+    model = loop.model()
+    torch.autograd.grad(loop.loss(model(loop.x, loop.edge_index)), list(model.parameters()))
+
+
+def _hooked(loop: _Loop) -> None:
+    model = loop.model()
+    model.convs[0].lin.weight.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+    model(loop.x, loop.edge_index)
+
+
+SAID = {
+    "reentrant model": (
+        _reentrant_model,
+        "use checkpoint(..., use_reentrant=False), or checkpoint inside of the model",
+    ),
+    "gradients with graph": (_gradients_with_graph, "pygdist computes first derivatives alone"),
+    "asked for": (_asked_for, "torch.autograd.grad returns this process's share of gradients"),
+    "hooked": (_hooked, "a hook on a parameter of a distributed model sees this process's share"),
+}
+
+
+def _told(rank: int, num_ranks: int, folder: str, name: str) -> str:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            SAID[name][0](_shared(folder))
+        except InputError as error:
+            return str(error)
+    return " ".join(str(one.message) for one in caught)
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_gradients_that_would_be_others_are_told(name: str, pool: RankPool, tmp_path: Path) -> None:
+    for said in pool.run(_told, 3, str(tmp_path), name):
+        assert SAID[name][1] in said
