@@ -281,7 +281,7 @@ class WholeInputs:
 
     def look_at_loss(self, loss: Tensor) -> None:
         """Warn, now and then, of leaves that reach a loss beside all models."""
-        if not loss.requires_grad:
+        if self._num_ranks == 1 or not loss.requires_grad:
             return
         self._looks += 1
         if self._looks.bit_count() > 1:  # all but the first, second, fourth, eighth, ...

@@ -237,7 +237,7 @@ class _Graph:
                 )
             sparse = any("sparse" in type(one).__name__.lower() or _is_sparse(one) for _, one in values)
             hint = "; call the model with data.edge_index, not with a sparse adjacency" if sparse else ""
-            return f"where its edges are not the edge_index of the data for which the model was accelerated{hint}"
+            return f"and so does every layer whose edges are not those for which the model was accelerated{hint}"
         unknown = next((name for name, one in values if isinstance(one, Tensor) and name not in _KNOWN), None)
         if unknown is not None:
             return f"where it gets {unknown}, which may be in the order of the edges or not"

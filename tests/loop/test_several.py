@@ -7,6 +7,7 @@ import io
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -72,6 +73,14 @@ def test_a_loop_repeats_that_of_one_process(
     name: str, backend: str, num_ranks: int, pool: RankPool, tmp_path: Path
 ) -> None:
     compare(name, pool.run(trained, num_ranks, str(tmp_path), name, backend, 4))
+
+
+@pytest.mark.parametrize("backend", ["single", "comm", "tensor"])
+def test_one_process_is_not_warned(backend: str, tmp_path: Path) -> None:
+    trained(0, 1, str(tmp_path), "GAT", backend, 2)  # writes the parts, and tells what it changed in the graph
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(0, 1, str(tmp_path), "GAT", backend, 2)
 
 
 @pytest.mark.cuda
@@ -187,6 +196,7 @@ def test_each_machine_partitions_into_a_folder_of_its_own(pool: RankPool, tmp_pa
 
 SCRIPT = """
 import sys
+import warnings
 import torch
 import torch.nn.functional as F
 from torch_geometric.nn import GCN

@@ -160,8 +160,8 @@ def _names_and_number(
             raise InputError(f"{path}: first_id is for ids that are numbers, but these are names; leave it out")
         if num_nodes is not None:
             raise InputError(
-                f"{path}: ids are names, so nothing says which row of features or labels is whose; give names, a file "
-                "with a name a line, in the order of the rows"
+                f"{path}: ids are names, so nothing says which row of features or labels is whose; give --names=FILE "
+                "(names=...), with a name a line, in the order of the rows"
             )
         return Names(), None
     if table.num_nodes is not None and num_nodes not in (None, table.num_nodes):
