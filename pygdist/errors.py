@@ -13,8 +13,9 @@ from collections.abc import Iterable
 class InputError(ValueError):
     """A mistake in the user's input. The message names the file, field, option or layer, and says what to do.
 
-    The command line prints only the message and exits with status 2. Raise it on all ranks or on none, so that no rank
-    waits for one that has left (:meth:`pygdist.comm.Communicator.agree`); rank 0 then prints it for all.
+    The command line prints only the message and exits with status 2. Without ``of_one_rank``, raise it on all ranks or
+    on none, so that no rank waits for one that has left (:meth:`pygdist.comm.Communicator.agree`); rank 0 then prints
+    it for all.
 
     Args:
         message: One line.

@@ -51,7 +51,7 @@ class Abilities:
         holds_columns: Ranks hold columns of the features, so :meth:`Backend.whole_first_layer` computes the first layer
             in an evaluation.
         evaluates: Also validates, tests and predicts. If not, the model is evaluated on the whole graph instead, with
-            rows fetched from their owners, unless ``exact_evaluation`` is off.
+            rows fetched from their owners, unless ``GraphModule(exact_evaluation=False)``.
         mixes_columns: Runs layers whose message or aggregation mixes the columns of a row.
         reruns_layers: Runs layers that are called outside a forward pass of the model. Also runs any layer again in the
             backward pass (activation checkpointing), even one that the forward pass calls several times.
@@ -324,7 +324,7 @@ class Backend(ABC):
     def rim_scale(self, *, weighted: bool) -> Tensor | None:
         """Return for each source row its in-degree in the whole graph divided by its in-degree on this rank.
 
-        Self-loops are not counted. Degree normalisation multiplies the weights of edges by it.
+        Self-loops are not counted. Degree normalisation multiplies a row's in-edges by it.
 
         Args:
             weighted: Divide sums of edge weights instead of numbers of edges.
@@ -384,7 +384,7 @@ class Backend(ABC):
 
     @property
     def drops_alike(self) -> bool:
-        """True if all ranks drop the same attention weights of ``GATConv``, where only the sum uses these weights."""
+        """True if all ranks drop the same attention weights of ``GATConv``, provided that only the sum uses them."""
         return False
 
     def max_over_ranks(self, value: Number) -> Number:

@@ -47,7 +47,7 @@ class HybridBackend(RecomputingBackend):
 
     Args:
         cache_ratio: Compute this share of the remote rows that each hop reads, those that are cheapest to compute; 0 is
-            ``comm``, 1 is ``cache``. A row's edges are counted up to a high limit: rows with more cost the same.
+            ``comm``, 1 is ``cache``. A row's edges count up to a high limit, beyond which rows cost the same.
         costs: Choose by these costs instead of measured ones.
         memory_gib: Most memory that replicas may take on a rank; no limit by default. While it chooses, a rank also
             holds the in-edges of all rows that it could compute. The limit does not count these edges; with

@@ -58,8 +58,8 @@ _ELSEWHERE = "uses the features outside its first layer, but each rank holds onl
 class PushPullBackend(SampledBackend):
     """Push the structure of batches to the features' columns, pull the first layer's sums (P3, Sec. 3.2.2).
 
-    A step trains as one process would on the batches of all ranks. The model's first layer must be a sum with one term
-    for each feature column, up to and including its first weight. Its input must be the graph's features, as they are
+    A step trains as one process would on the batches of all ranks. Up to and including its first weight, the model's
+    first layer must be a sum with one term for each feature column. Its input must be the graph's features, as they are
     or after dropout. Norms over nodes take the statistics of the rows that all ranks' batches compute. Evaluation is
     exact, on the whole graph; its first layer runs by columns, too.
 
@@ -289,7 +289,7 @@ class PushPullBackend(SampledBackend):
         """Try a model on a small neighbourhood, alike on all ranks; find its hops and the layer that gets the features.
 
         Raises:
-            InputError: If the model cannot be cut there; the message says why.
+            InputError: If it cannot be cut at that layer; the message says why.
         """
         if not self._columns.is_floating_point():
             raise InputError(

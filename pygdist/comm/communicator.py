@@ -48,7 +48,8 @@ class Communicator(Transport):
         watchdog: Is told where this rank is; names late and lost ranks. By default the one of this process, if
             ``group`` has all ranks.
         local_rank: Number of this rank among those of its host, by which it takes a GPU; its rank by default.
-        device: Device of the rows, which chooses from a group such as ``cpu:gloo,cuda:nccl``; by default a GPU.
+        device: Device of the rows; of a group such as ``cpu:gloo,cuda:nccl`` it uses the part for this device; by
+            default a GPU.
 
     Attributes:
         rank: This rank.
@@ -417,7 +418,7 @@ class Communicator(Transport):
         Args:
             x: The tensor.
             label: Names the exchange in errors; equal on all ranks.
-            of_model: A model makes the call, where ranks may differ: on the CPU, sums with different labels are kept
+            of_model: For calls of a model, where ranks may make others: on the CPU, sums with different labels are kept
                 apart.
         """
         self.announce(label)

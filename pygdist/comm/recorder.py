@@ -13,8 +13,8 @@ class Span:
     """One activity of a rank.
 
     Attributes:
-        kind: ``pack``, ``send``, ``wait``, ``aggregate``, ``unpack``, ``reduce``, or a caller's own; these follow one
-            another. ``travel`` is an exchange from its beginning to its end.
+        kind: ``pack``, ``send``, ``wait``, ``aggregate``, ``unpack``, ``reduce``, or a caller's own: one at a time.
+            ``travel`` is an exchange from its beginning to its end.
         label: The exchange that it belongs to.
         start, end: Nanoseconds on this machine's monotonic clock.
         aside: True if the rank's main thread did something else meanwhile, or may have.

@@ -102,7 +102,7 @@ class Hop:
         name: The method that the layer called.
         edge_index: The edges, in local ids of the shard: its :class:`~pygdist.graph.Adjacency`, or edges derived from
             it, for example with self-loops.
-        arguments: What the layer passed, by name. Tensors of nodes hold one row per row of this rank.
+        arguments: What the layer passed, by name. Tensors of nodes have ``Backend.num_rows`` rows.
         size: Numbers of source and destination rows, as the layer passed them; usually ``None``.
         written: The layer's own method, as its authors wrote it.
         runs: Computes the hop once its rows are here.

@@ -29,9 +29,8 @@ class Savings:
         fused_attention: Run GAT, GATv2 and Transformer layers by pygdist's attention kernels, which have first
             derivatives only.
         block_mib: Memory that the messages of one ``propagate`` may take, in MiB, if the layer's own ``message`` runs.
-            A hop that would take more runs in blocks of destinations, which are computed again in the backward pass.
-            ``None``: the smaller of 256 MiB and a quarter of the free memory divided by the ranks that share it. 0: no
-            blocks.
+            Larger hops run in blocks of destinations, which are computed again in the backward pass. ``None``: the
+            smaller of 256 MiB and a quarter of the free memory divided by the ranks that share it. 0: no blocks.
 
     Raises:
         InputError: If a limit is negative or not finite.

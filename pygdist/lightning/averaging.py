@@ -53,7 +53,7 @@ class ModelAveragingStrategy(GraphDDPStrategy):
 
     A validation or checkpoint between two averages makes an extra average; if both come at once, they share it.
     Training continues from the parts' own models. ``check_val_every_n_epoch=sync_every`` avoids the extra average. A
-    run resumed from such a checkpoint starts from its average. If resumed within an epoch, it goes on with the
+    run that is resumed between two averages starts from the extra one. If resumed within an epoch, it goes on with the
     remaining parts or mini-batches.
 
     Args:

@@ -73,8 +73,8 @@ class GraphDataModule(OfLightning, pl.LightningDataModule):
         remove_duplicates: Merge parallel edges: weights are added, attributes averaged.
         remove_self_loops: Drop edges from a node to itself.
         float_features: Convert integer features of nodes and edges to float32; by default they stay integers.
-        float_labels: Labels are numbers to predict, even if all of them are whole; by default whole numbers become
-            classes. Always so for :class:`~pygdist.lightning.NodeRegressor`.
+        float_labels: Labels are numbers to predict, even if all of them are whole (always for
+            :class:`~pygdist.lightning.NodeRegressor`); by default whole numbers become classes.
         split: Shares of the labelled nodes for training, validation and test, in place of the dataset's own masks; a
             dataset without masks is split 50/25/25 by default.
         split_seed: Seed of the split, of nodes and of edges.

@@ -70,12 +70,12 @@ class HitsAtK(Metric):
 class LinkPredictor(GraphModule):
     """Trains a PyG model to predict edges: the model returns a row for each node, and a decoder scores pairs of rows.
 
-    In every epoch each edge is compared with one negative pair: same target, random source, not an edge, not held out.
-    It is drawn from the seed, the epoch and the edge's id, so the pairs are the same on any number of ranks. The loss
-    is the mean binary cross-entropy over edges and negative pairs. With :class:`~pygdist.sampler.EdgeBatches` and a
-    backend that samples (``pull``), a step has some of the edges. Held-out edges (``GraphDataModule(edge_split=...)``)
-    are compared with the same negative pairs in every evaluation. To recognise edges, a rank holds 8 more bytes for
-    each of its edges, or 32 if the backend splits nodes (``delayed``).
+    In every epoch each edge is compared with one negative pair (on mini-batches, with ``negatives``): same target,
+    random source, not an edge, not held out. It is drawn from the seed, the epoch and the edge's id, so the pairs are
+    the same on any number of ranks. The loss is the mean binary cross-entropy over edges and negative pairs. With
+    :class:`~pygdist.sampler.EdgeBatches` and a backend that samples (``pull``), a step has some of the edges. Held-out
+    edges (``GraphDataModule(edge_split=...)``) are compared with the same negative pairs in every evaluation. To
+    recognise edges, a rank holds 8 more bytes for each of its edges, or 32 if the backend splits nodes (``delayed``).
 
     Logs ``{train,val,test}_loss``, ``{val,test}_auc`` and ``{val,test}_hits``, the same number on all ranks.
 

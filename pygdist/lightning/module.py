@@ -401,7 +401,7 @@ class GraphModule(OfLightning, pl.LightningModule):
         return torch.stack(terms).sum()
 
     def scaled(self, total: Tensor, count: float, count_here: float) -> Tensor:
-        """Return this rank's loss from its summed terms, the number of all ranks' terms, and that of its own.
+        """Return this rank's loss from its terms' sum, the number of all ranks' terms, and that of its terms.
 
         With weights, numbers are sums of weights.
         """

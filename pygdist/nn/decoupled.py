@@ -177,7 +177,7 @@ class Decoupled(nn.Module):
 
     Args:
         layers: The layers.
-        beside: Everything between the layers: PyG's model, or the modules before each layer.
+        beside: What runs between the layers: as in PyG's model, or the modules before each layer.
     """
 
     weights: ClassVar[type[_Weights]] = _Weights

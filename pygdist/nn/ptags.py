@@ -30,10 +30,10 @@ class PTAGSConv(MessagePassing):
         \mathbf{y}_i = \mathrm{apply}\Big(\sum_{\mathrm{columns}\ p} \mathrm{transform}\big(\mathbf{x}_{i,p}, \;
         \mathrm{gather}_{j \in \mathcal{N}(i)} \mathrm{scatter}(\mathbf{x}_{j,p})\big)\Big)
 
-    :meth:`message` works element by element. :meth:`transform` may begin so; it ends with the sum of linear modules
-    (attributes of the layer) over all columns. As the first layer under backend ``pushpull`` it runs on some columns of
-    a row, with the matching columns of the weights; otherwise on whole rows, like any PyG layer. The backend tries a
-    layer on six nodes first, and refuses one that computes something else when it is cut.
+    :meth:`message` works element by element. :meth:`transform` may, too, at first; it ends as a sum of linear modules
+    (attributes of the layer), each over all columns. As the first layer under backend ``pushpull`` it runs on some
+    columns of a row, with the matching columns of the weights; otherwise on whole rows, like any PyG layer. The backend
+    tries a layer on six nodes first, and refuses one that computes something else when it is cut.
 
     Args:
         aggr: Aggregation of the messages.

@@ -16,8 +16,8 @@ from pygdist.partition.vertex_cut import BalancedEdgePartitioner, VertexCut
 class LibraPartitioner(BalancedEdgePartitioner):
     """Assigns each edge to the least loaded part that holds both its nodes, or, if there is none, one of them.
 
-    This is the partitioner of DistGNN (Md et al., SC 2021, Sec. 5.1). If no part has both its nodes, it goes to a part
-    of the node with fewer edges, as in the authors' code; the paper says of this case only that the part is least
+    This is the partitioner of DistGNN (Md et al., SC 2021, Sec. 5.1). If no part has both nodes, an edge goes to a part
+    that has the node with fewer edges, as in the authors' code; the paper says of this case only that the part is least
     loaded. It takes two passes, the first to count degrees. The bound on a part's edges is not in the paper: without it
     a stream that is sorted by node ends up in one part.
 

@@ -14,7 +14,7 @@ from pygdist.partition.vertex_cut import BalancedEdgePartitioner, VertexCut
 
 @dataclass(frozen=True, kw_only=True)
 class PowerGraphPartitioner(BalancedEdgePartitioner):
-    """Assigns each edge to a part that holds both its nodes, or, if there is none, the node with more edges to come.
+    """Assigns each edge to a part with both its nodes, or else to one with the node that has more edges to come.
 
     This is the greedy heuristic of PowerGraph (Gonzalez et al., OSDI 2012, Sec. 5.1): of two nodes in different parts,
     the one with more edges to come will be split again, so the edge goes to a part of that one. Among several parts the

@@ -143,7 +143,8 @@ def partition_graph(
 ) -> StoreMeta:
     """Partition a graph and write its store; a finished store of the same graph and arguments is left as it is.
 
-    A partitioner of a notebook or script always runs, as it may have changed; a finished store must match.
+    A partitioner of a notebook or script always runs, as it may have changed; a finished store must have the same
+    parts.
 
     Args:
         source: A graph as :func:`pygdist.graph.prepare` returns it, a graph in files, which are read as streams, or a

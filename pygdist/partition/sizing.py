@@ -157,7 +157,7 @@ class DeviceMemory:
         return num_parts
 
     def search(self, num_bytes: int, num_nodes: int, largest_of: Callable[[int], float]) -> int:
-        """Find the fewest parts of which the largest fits with its halo; each number tried partitions the graph.
+        """Find the fewest parts of which the largest fits with its halo; each try partitions the graph.
 
         The number grows from that of the paper's rule, at most twofold at a time, until the parts fit. Then the fewest
         is found by bisection between the last two numbers. If the largest part does not shrink with each added part, a

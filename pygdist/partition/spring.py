@@ -24,8 +24,8 @@ class SpringPartitioner(Partitioner):
     """Clusters the stream, merges small clusters into larger ones next to them, and assigns these to parts.
 
     This is SPRING, the partitioner of CATGNN (Algorithm 1). Clustering is bounded by volume. Then each cluster, the
-    smallest first, is merged into that of its members' neighbour of highest degree, as long as the result fits a part.
-    Last, they are assigned, the largest first, to the part with the fewest nodes. It takes two passes over the edges.
+    smallest first, joins the one that holds its members' neighbour of highest degree, if the result fits a part. Last,
+    they are assigned, the largest first, to the part with the fewest nodes. It takes two passes over the edges.
 
     Args:
         volume: Largest volume (sum of degrees) of a cluster in the clustering, as a share of the sum of all degrees;

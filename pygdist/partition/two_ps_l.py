@@ -35,7 +35,7 @@ class TwoPSLPartitioner(BalancedEdgePartitioner):
     Args:
         seed: Seed of the hash, and of the draw of each node's owner.
         balance: Most edges of a part relative to the mean; at least 1.
-        volume: Largest volume of a cluster relative to that of a part; with 0.5 clusters fill the parts evenly.
+        volume: Largest volume of a cluster relative to that of a part; at 0.5, clusters fill the parts evenly.
     """
 
     volume: float = 0.5

@@ -100,7 +100,7 @@ class MiniBatches(ABC):
             seed: Seed of all random numbers.
 
         Raises:
-            InputError: If this kind of batches divides parts alone.
+            InputError: If batches of this kind never cross parts.
         """
         raise InputError(
             f"{type(self).__name__} divides one part of a graph, but the model's backend samples across parts; use "

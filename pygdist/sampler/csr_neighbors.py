@@ -63,7 +63,7 @@ class CSRNeighborSampler(BaseSampler):
 
     @override
     def sample_from_nodes(self, index: NodeSamplerInput, **_: object) -> SamplerOutput:
-        """Sample the neighbourhood of ``index.node``; ``metadata`` is for ``NodeLoader``."""
+        """Sample around ``index.node``; the result's ``metadata`` is for ``NodeLoader``."""
         if index.time is not None:
             raise InputError("CSRNeighborSampler does not sample by time: leave input_time out")
         out = self._sample(index.node)

@@ -88,9 +88,8 @@ def load_graph(
             A heterogeneous graph (``mag-like``, its folder, a ``HeteroData``) becomes one with ``edge_type``; see
             :func:`~pygdist.graph.as_homogeneous`. Objects that are passed are not changed.
         split_index: Column to use of masks that hold several splits.
-        **args: Arguments of the generator, dataset class or callable, such as ``root`` and ``name``. Where the
-            signature asks for an object (a transform, or one of the annotated class), ``{"class_path": ...,
-            "init_args": {...}}`` will do, as in a file.
+        **args: Arguments of the generator, dataset class or callable, such as ``root`` and ``name``. For a transform,
+            or a parameter annotated with a class, ``{"class_path": ..., "init_args": {...}}`` will do, as in YAML.
 
     Returns:
         A graph with ``edge_index``, the other fields of the source, and a list ``pygdist_notes`` if it was changed.

@@ -228,7 +228,7 @@ def write_graph(
 
 
 def check_part(part: NDArray[Any], num_nodes: int, num_parts: int, *, of: str = "part") -> NDArray[np.int32]:
-    """Check the nodes' owners, and return them as int32 of shape ``(N,)``; errors call them ``of``.
+    """Check the nodes' owners; return them as int32 of shape ``(N,)``; ``of`` is their name in errors.
 
     Raises:
         InputError: If these are not ``num_nodes`` integers from 0 to ``num_parts - 1``.
