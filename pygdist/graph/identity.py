@@ -5,12 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-_SAMPLED = 1024  # values of a tensor, about
+_SAMPLED = 1024  # values of a tensor, at most
 
 
 def version_of(tensor: Tensor | None) -> int:
     """Return the number of in-place changes of a tensor; those of inference tensors are not counted."""
     return 0 if tensor is None or tensor.is_inference() else tensor._version
+
+
+def place_of(tensor: Tensor) -> tuple[object, ...]:
+    """Return a tuple that is equal for two tensors in the same memory, whatever its values."""
+    storage = tensor.untyped_storage()._cdata
+    return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def identity_of(tensor: Tensor | None) -> tuple[object, ...]:
@@ -22,17 +28,15 @@ def identity_of(tensor: Tensor | None) -> tuple[object, ...]:
     """
     if tensor is None:
         return (None,)
-    storage = tensor.untyped_storage()._cdata
-    facts = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, version_of(tensor))
-    return storage, *facts, _sample(tensor) if tensor.device.type == "cpu" else None
+    return *place_of(tensor), version_of(tensor), _sample(tensor) if tensor.device.type == "cpu" else None
 
 
-def _sample(tensor: Tensor) -> bytes:
-    """Return some of the values, spread over all dimensions."""
+def _sample(tensor: Tensor) -> int:
+    """Return a hash of some of the values, spread over all dimensions."""
     wanted = int(_SAMPLED ** (1 / max(1, tensor.dim())))
-    steps = [max(1, size // wanted) for size in tensor.shape]
-    chosen = tensor.detach()[tuple(slice(None, None, step) for step in steps)] if steps else tensor.detach()
-    return chosen.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    steps = tuple(slice(None, None, -(-size // wanted) or 1) for size in tensor.shape)
+    chosen = tensor.detach()[steps].resolve_conj().resolve_neg().contiguous()
+    return hash(chosen.reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 def fixable(tensor: Tensor | None) -> bool:

@@ -35,6 +35,8 @@ from pygdist.hops.layer import (
 Kernel: TypeAlias = Callable[..., Tensor]
 """Called as ``kernel(layer, adjacency, **arguments)`` with the hop's arguments, source rows included."""
 
+_WEIGHTS = "_alpha"  # where layers of PyG leave attention weights, which their forward may return
+
 
 class Ends(tuple[Any, ...]):
     """A pair made of an argument that the layer passed as one tensor: source rows, and the rows that it passed.
@@ -256,12 +258,9 @@ class Hop:
         tensors = [value for value in self.arguments.values() if isinstance(value, Tensor)]
         edge = torch.tensor([[num_src], [num_dst]], device=tensors[0].device if tensors else None)
         arguments = {name: each_end(value, padded) for name, value in self.arguments.items()}
-        attributes = vars(self.layer)
-        before = dict(attributes)
         out: Tensor = replace(self, edge_index=edge, arguments=arguments, size=(num_src + 1, num_dst + 1))._computed()
-        for name, value in attributes.items():  # such as attention weights, which the layer may return
-            if isinstance(value, Tensor) and before.get(name) is not value and value.dim() and value.size(0) == 1:
-                attributes[name] = value[:0]
+        if isinstance(weights := vars(self.layer).get(_WEIGHTS), Tensor):
+            vars(self.layer)[_WEIGHTS] = weights[:0]
         return out[:0] if self.updates_edges else out.narrow(dim, 0, num_dst)
 
     @property

@@ -29,7 +29,7 @@ from torch_geometric import EdgeIndex
 from torch_geometric.data.data import BaseData
 from torch_geometric.data.storage import BaseStorage
 
-from pygdist.graph.identity import identity_of
+from pygdist.graph.identity import place_of
 
 _MISSING = object()
 _LIBRARIES = {"pygdist", "torch", "torch_geometric", "lightning", "lightning_fabric", "pytorch_lightning"}
@@ -263,13 +263,13 @@ def _of_array(one: np.ndarray) -> Callable[[], bool]:
 
 def _of_tensor(one: Tensor) -> Callable[[], bool]:
     # holds the old memory, so that new memory cannot get its address
-    memory, identity, is_leaf = one.detach(), identity_of(one)[:-1], one.is_leaf
+    memory, place, is_leaf = one.detach(), place_of(one), one.is_leaf
     grad, needs_grad = one.grad if is_leaf else None, one.requires_grad
 
     def undo() -> bool:
         if is_leaf and not one.is_leaf:  # something with a gradient was written into it
             one.detach_()
-        moved = identity_of(one)[:-1] != identity
+        moved = place_of(one) != place
         if moved:
             one.data = memory
         if is_leaf:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -23,9 +22,8 @@ from pygdist.comm import Communicator
 from pygdist.comm.derivatives import SECOND_DERIVATIVE
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency
-from pygdist.hops.arguments import mapped, tensors_of
+from pygdist.hops.arguments import mapped
 
-_OUTPUTS = 8  # outputs of models that are looked at as inputs of others
 _ROUNDINGS = 64  # within which parameters count as equal
 _UNSCALED = (
     "backward() without graph.mean_loss(): gradients are averaged over processes, which have different numbers of "
@@ -46,8 +44,13 @@ _HOOKED = (
     "processes; change the parameters' .grad after backward() instead"
 )
 _ASKED = (
-    "torch.autograd.grad returns this process's share of gradients, of which the mean over processes is the gradient; "
-    "use backward(), or average them"
+    "torch.autograd.grad returns this process's share of the gradients of parameters; the mean over processes is the "
+    "whole gradient: use backward(), or average the shares"
+)
+_PASSED_ON = (
+    "a backward pass without a mean of graph.mean_loss, after inputs got gradients of such a mean: if these gradients "
+    "begin the pass, as in z.backward(rows.grad), multiply them by graph.num_ranks, since those of parameters are "
+    "averaged over processes"
 )
 _INSIDE = (
     "a distributed model runs once more inside of a backward pass, by reentrant checkpointing, where gradients of its "
@@ -68,32 +71,30 @@ class AveragedGradients:
     Args:
         model: The model, with equal parameters on all ranks.
         communicator: The ranks.
-        owners: Of the parameters of all models, what averages the gradient; shared by all models of a graph.
+        inputs: Inputs of all models of the graph.
         scaled: Tells if a loss of the whole graph was made; without one a warning says that processes count alike.
-
-    Attributes:
-        expects_pass: A loss was made, and no backward pass of it.
     """
 
     def __init__(
-        self, model: nn.Module, communicator: Communicator, owners: WeakIdKeyDictionary, *, scaled: Callable[[], bool]
+        self, model: nn.Module, communicator: Communicator, inputs: WholeInputs, *, scaled: Callable[[], bool]
     ) -> None:
-        self._communicator, self._owners, self._scaled = communicator, owners, scaled
+        self._communicator, self._inputs, self._scaled = communicator, inputs, scaled
         self._parameters: list[nn.Parameter] = []
         self._told = set[str]()
-        self._removed, self.expects_pass = False, False
+        self._removed, self._has_mean = False, False
         self._before: dict[int, Tensor | None] = {}  # gradients of earlier passes, by number of the parameter
-        self._reached: dict[int, int] = {}  # versions of the gradients of this pass
+        self._mine: dict[int, tuple[Tensor | None, int]] = {}  # gradients of this pass so far, and their versions
+        self._reached = set[int]()
         self._end: weakref.ref[Callable[[], None]] | None = None  # autograd holds it while this pass runs
         self._passes, self._hooks = 0, list[RemovableHandle]()
         self._found_in(model)
 
     def _found_in(self, model: nn.Module) -> None:
         for one in model.parameters():
-            owner = self._owners[one]() if one in self._owners else None
+            owner = self._inputs.owners[one]() if one in self._inputs.owners else None
             if one.requires_grad and one.is_leaf and (owner is None or owner._removed):
                 number = len(self._parameters)
-                self._owners[one] = weakref.ref(self)
+                self._inputs.owners[one] = weakref.ref(self)
                 self._parameters.append(one)
                 self._hooks.append(one.register_hook(partial(self._set_aside, number)))
                 self._hooks.append(one.register_post_accumulate_grad_hook(partial(self._reach, number)))
@@ -114,7 +115,6 @@ class AveragedGradients:
         """Outside of a backward pass: average the gradients of parameters that are new or no longer frozen, too."""
         self._give_up()
         self._found_in(model)
-        self.expects_pass = False
         if any(_has_other_hooks(one) for one in self._parameters):
             self._tell(_HOOKED)
 
@@ -125,13 +125,11 @@ class AveragedGradients:
 
     def _give_up(self) -> None:
         """Forget a backward pass that has failed; earlier gradients go back, unless the loop has changed them since."""
-        grads = {number: self._parameters[number].grad for number in self._before}
-        kept = {number: grads[number] for number in self._reached.keys() & grads.keys()}
-        if all(one is not None and one._version == self._reached[number] for number, one in kept.items()):
-            for number, gradient in self._before.items():
-                if number in kept or grads[number] is None:  # not reached: it was set aside, and the pass failed
-                    self._parameters[number].grad = gradient
-        self._before, self._reached = {}, {}
+        for number, gradient in self._before.items():
+            parameter, (mine, version) = self._parameters[number], self._mine[number]
+            if parameter.grad is mine and (mine is None or mine._version == version):
+                parameter.grad = gradient
+        self._before, self._mine, self._reached = {}, {}, set()
 
     def _set_aside(self, number: int, _: Tensor) -> None:
         """Put the gradient of earlier passes, which is averaged already, aside before this pass adds its own."""
@@ -140,29 +138,39 @@ class AveragedGradients:
             end = partial(self._average)
             self._end = weakref.ref(end)
             Variable._execution_engine.queue_callback(end)
+            self._has_mean = self._inputs.mean_in_pass == torch._C._current_graph_task_id()
         parameter = self._parameters[number]
         if number not in self._before:
-            self._before[number], parameter.grad = parameter.grad, None
+            self._before[number] = parameter.grad
+            if parameter.grad is not None:  # zeros, not None, which the loop may set after a pass that fails
+                parameter.grad = torch.zeros_like(parameter)
+            self._note(number)
 
     def _reach(self, number: int, _: Tensor) -> None:
-        gradient = self._parameters[number].grad  # torch.autograd.grad adds to no parameter, and comes not here
-        self._reached[number] = -1 if gradient is None else gradient._version
+        self._reached.add(number)  # torch.autograd.grad adds to no parameter, and comes not here
+        self._note(number)
+
+    def _note(self, number: int) -> None:
+        gradient = self._parameters[number].grad
+        self._mine[number] = gradient, 0 if gradient is None else gradient._version
 
     def _average(self) -> None:
         """Send all gradients of a dtype at once, in the order of the parameters, each with a flag: some rank has it."""
         before, self._before, self._end = self._before, {}, None
         num_ranks = self._communicator.world_size
-        reached, self._reached = self._reached, {}
+        reached, self._reached, self._mine = self._reached, set(), {}
         mine = {number: one.to_dense() for number in reached if (one := self._parameters[number].grad) is not None}
         for number, gradient in before.items():
             self._parameters[number].grad = gradient
         if not reached:
-            if self.expects_pass:
+            if self._has_mean:
                 self._tell(_ASKED)
             return
+        if self._inputs.has_gradients and not self._has_mean:
+            self._tell(_PASSED_ON)
         if any(one.requires_grad for one in mine.values()):
             raise InputError(SECOND_DERIVATIVE)
-        self._passes, self.expects_pass = self._passes + 1, False
+        self._passes += 1
         if self._passes == 1 and not self._scaled():
             warnings.warn(_UNSCALED, stacklevel=2)
         self._communicator.epoch += 1
@@ -216,13 +224,14 @@ class _Whole(torch.autograd.Function):
     """Identity whose backward pass divides by ``num_ranks``, for inputs of the caller's own."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, num_ranks: int) -> Tensor:
-        ctx.num_ranks = num_ranks
+    def forward(ctx: Any, rows: Tensor, inputs: WholeInputs) -> Tensor:
+        ctx.inputs = inputs
         return rows.clone()  # which the model may change in place
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient / ctx.num_ranks, None
+        ctx.inputs.has_gradients = True
+        return gradient / ctx.inputs.num_ranks, None
 
 
 class WholeInputs:
@@ -232,22 +241,27 @@ class WholeInputs:
         num_ranks: Number of ranks.
         num_rows: Numbers of rows of tensors of this rank's nodes and of its edges. Inputs that depend on other tensors,
             of which each rank has a copy, are warned of.
+
+    Attributes:
+        owners: For each parameter, what averages its gradient.
+        has_gradients: Inputs got gradients of the whole loss in some pass.
+        mean_in_pass: Number of the latest backward pass of a mean over the graph, as autograd counts.
     """
 
     def __init__(self, num_ranks: int, num_rows: tuple[int, ...]) -> None:
-        self._num_ranks, self._num_rows = num_ranks, num_rows
+        self.num_ranks, self._num_rows = num_ranks, num_rows
+        self.has_gradients, self.mean_in_pass = False, -1
         self._looks, self._told = 0, False
-        self.owners = WeakIdKeyDictionary()  # of the parameters of all distributed models
+        self.owners = WeakIdKeyDictionary()
         self._parameters = WeakIdKeyDictionary()  # also those that are frozen
         self._seen = WeakIdKeyDictionary()  # leaves of inputs, in forward passes
-        self._outputs: deque[weakref.ref[Tensor]] = deque(maxlen=_OUTPUTS)
         self._models: weakref.WeakKeyDictionary[nn.Module, AveragedGradients] = weakref.WeakKeyDictionary()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WholeInputs:
         return self  # a copy of a model has parameters of its own
 
     def __reduce__(self) -> Any:
-        return WholeInputs, (self._num_ranks, self._num_rows)
+        return WholeInputs, (self.num_ranks, self._num_rows)
 
     def add(self, model: nn.Module, averaged: AveragedGradients) -> None:
         """Note a model and what averages its gradients."""
@@ -271,43 +285,39 @@ class WholeInputs:
 
     def begin_loss(self) -> None:
         """Look for new parameters of all models, which may be called past their ``forward``."""
-        for model, averaged in list(self._models.items()):
+        for model in list(self._models):
             self._look_at(model)
-            averaged.expects_pass = True
 
-    def note_outputs(self, model: nn.Module, args: Any, outputs: Any) -> None:
-        """Forward hook: note the outputs of a model, which the loop may detach and give to another."""
-        self._outputs.extend(weakref.ref(one) for one in tensors_of(outputs))
+    def note_pass(self, _: Tensor) -> None:
+        """Hook on a mean over the graph: its backward pass begins."""
+        self.mean_in_pass = torch._C._current_graph_task_id()
 
     def look_at_loss(self, loss: Tensor) -> None:
         """Warn, now and then, of leaves that reach a loss beside all models."""
-        if self._num_ranks == 1 or not loss.requires_grad:
+        if self.num_ranks == 1 or not loss.requires_grad:
             return
         self._looks += 1
         if self._looks.bit_count() > 1:  # all but the first, second, fourth, eighth, ...
             return
-        others = (one for one in _leaves(loss) if one not in self._parameters)
-        leaf = next((one for one in others if not self._is_detached_output(one)), None)
+        leaf = next((one for one in _leaves(loss) if one not in self._parameters), None)
         if leaf is not None:
-            warnings.warn(_BESIDE.format(tuple(leaf.shape), self._num_ranks), stacklevel=3)
+            warnings.warn(_BESIDE.format(tuple(leaf.shape), self.num_ranks), stacklevel=3)
 
     def _whole(self, _: str, value: Any) -> Any:
         wants = isinstance(value, Tensor) and value.requires_grad and not isinstance(value, Adjacency)
-        leaves = list(_leaves(value)) if wants else []
-        if not wants or any(one in self._parameters or self._is_detached_output(one) for one in leaves):
+        if not wants:
             return value
+        leaves = []
+        for one in _leaves(value):
+            if one in self._parameters:
+                return value
+            leaves.append(one)
         if torch._C._current_graph_task_id() >= 0 and any(one not in self._seen for one in leaves):
             raise InputError(_INSIDE)
         for one in leaves:
             self._seen[one] = True
         self._tell_of_copies(leaves)
-        return _Whole.apply(value, self._num_ranks)  # type: ignore[no-untyped-call]
-
-    def _is_detached_output(self, leaf: Tensor) -> bool:
-        """True for the output of a model, cut off by ``detach``: the gradient of the mean goes on from it by itself."""
-        memory = leaf.untyped_storage().data_ptr()
-        alive = (one for ref in self._outputs if (one := ref()) is not None)
-        return bool(memory) and any(one.untyped_storage().data_ptr() == memory for one in alive)
+        return _Whole.apply(value, self)  # type: ignore[no-untyped-call]
 
     def _tell_of_copies(self, leaves: list[Tensor]) -> None:
         copied = next((one for one in leaves if not one.dim() or one.size(0) not in self._num_rows), None)

@@ -253,12 +253,14 @@ class _Graph:
             self._cached.add(layer)
 
     def _are_edges(self, value: Any) -> bool:
-        if not isinstance(value, Tensor) or _is_sparse(value) or identity_of(self._edges) != self._identity:
+        if not isinstance(value, Tensor) or _is_sparse(value) or value.is_floating_point():
+            return False
+        if value.shape != self._edges.shape or value.device != self._edges.device:
+            return False
+        if identity_of(self._edges) != self._identity:  # changed since
             return False
         if value is self._given:
             return True
-        if value.is_floating_point() or value.shape != self._edges.shape or value.device != self._edges.device:
-            return False
         edges = plain(value)
         if not fixable(edges):
             return torch.equal(edges, self._edges)

@@ -185,10 +185,9 @@ class OpenGraph:
         distribute(model, backend=self._backend)
         self._backend.look_at(model, None)
         if self.num_ranks > 1:
-            averaged = AveragedGradients(model, self._communicator, self._inputs.owners, scaled=lambda: self._scaled)
+            averaged = AveragedGradients(model, self._communicator, self._inputs, scaled=lambda: self._scaled)
             self._inputs.add(model, averaged)
-            before = model.register_forward_pre_hook(self._inputs, with_kwargs=True)
-            with_hooks(model, before, model.register_forward_hook(self._inputs.note_outputs), averaged)
+            with_hooks(model, model.register_forward_pre_hook(self._inputs, with_kwargs=True), averaged)
         return model
 
     def _share(self, model: nn.Module) -> None:
@@ -243,8 +242,11 @@ class OpenGraph:
             )
         if not sums[1]:
             raise InputError("mean_loss: no node with a label counts on any process; look at mask and labels")
-        mean = local * (self.num_ranks / float(sums[1]))  # gradients are averaged over the processes
-        return mean + (float(sums[0] / sums[1]) - mean.detach())
+        mine = local * (self.num_ranks / float(sums[1]))  # gradients are averaged over the processes
+        mean = mine + (float(sums[0] / sums[1]) - mine.detach())
+        if mean.requires_grad:
+            mean.register_hook(self._inputs.note_pass)
+        return mean
 
     def mean(self, values: Tensor, mask: Tensor | None = None) -> float:
         """Return the mean of a node's number over all nodes of the graph, the same on every process.

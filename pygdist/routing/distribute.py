@@ -254,6 +254,8 @@ class _BeginForward:
 
 def _unsaved() -> contextlib.AbstractContextManager[Any]:
     """Save tensors for backward passes as they are, whatever hooks are around."""
+    if torch._C._functorch.maybe_current_level() is not None:  # which takes no hooks
+        return contextlib.nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
 
 

@@ -72,20 +72,20 @@ def test_a_step_of_every_layer_equals_pygs(name: str, data: Data) -> None:
     assert max(one.absolute for one in largest_differences(found, expected).values()) < 1e-10
 
 
-class _ByRows(SAGEConv):
+class _ByRows(GCNConv):
     """As a layer of PyG's that names values of edges as no other does."""
 
     def forward(self, x: Tensor, edge_index: Tensor, distances: Tensor) -> Tensor:  # type: ignore[override]
-        out: Tensor = super().forward(x, edge_index) + distances.sum()
+        out: Tensor = super().forward(x, edge_index, distances)
         return out
 
 
 def test_values_by_names_that_are_not_known_run_in_pyg(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:
     for one in (_ByRows, _ByRows.forward):
-        monkeypatch.setattr(one, "__module__", SAGEConv.__module__)
+        monkeypatch.setattr(one, "__module__", GCNConv.__module__)
     layer = _ByRows(data.num_features, 4).double()
     with pytest.warns(UserWarning, match="_ByRows runs as in plain PyG, no faster, where it gets distances, which may"):
-        _compare(layer, data, (data.x, data.edge_index, torch.rand(data.num_edges)))
+        _compare(layer, data, (data.x, data.edge_index, torch.rand(data.num_edges).double()))
 
 
 @pytest.mark.cuda
