@@ -35,8 +35,9 @@ def _sample(tensor: Tensor) -> int:
     """Return a hash of some of the values, spread over all dimensions."""
     wanted = int(_SAMPLED ** (1 / max(1, tensor.dim())))
     steps = tuple(slice(None, None, -(-size // wanted) or 1) for size in tensor.shape)
-    chosen = tensor.detach()[steps].resolve_conj().resolve_neg().contiguous()
-    return hash(chosen.reshape(-1).view(torch.uint8).numpy().tobytes())
+    chosen = tensor.detach()[steps].resolve_conj().resolve_neg().reshape(-1)
+    packed = torch.empty(chosen.shape, dtype=chosen.dtype).copy_(chosen)  # one value may have any stride
+    return hash(packed.view(torch.uint8).numpy().tobytes())
 
 
 def fixable(tensor: Tensor | None) -> bool:

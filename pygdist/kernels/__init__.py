@@ -1,7 +1,7 @@
 """Aggregation on one rank: the product of a sparse matrix and dense rows, attention over edges, and their gradients.
 
 Plain tensors in, plain tensors out; nothing here knows of ranks or of PyG. On the CPU the native library
-(:mod:`pygdist.native`) does the work, on CUDA Triton's kernels. Where they are missing, torch's own operators do.
+(:mod:`pygdist.native`) does the work, on CUDA Triton's kernels do. Where they are missing, torch's own operators do.
 """
 
 from __future__ import annotations

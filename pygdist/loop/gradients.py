@@ -36,7 +36,7 @@ _BESIDE = (
 )
 _SHARED = (
     "an input of the model depends on a tensor of shape {} that is no parameter of a distributed model and has no row "
-    "for each node or edge of this process: its gradient is this process's share of that of the mean; make it a "
+    "for each node or edge of this process: its gradient is only this process's share of the whole one; make it a "
     "parameter of a model that graph.distribute gets, or add its gradients of all processes"
 )
 _HOOKED = (
@@ -147,7 +147,7 @@ class AveragedGradients:
             self._note(number)
 
     def _reach(self, number: int, _: Tensor) -> None:
-        self._reached.add(number)  # torch.autograd.grad adds to no parameter, and comes not here
+        self._reached.add(number)  # torch.autograd.grad, which adds to no parameter, does not get here
         self._note(number)
 
     def _note(self, number: int) -> None:

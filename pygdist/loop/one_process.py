@@ -223,12 +223,12 @@ class _Graph:
         reason = self._reason_against(layer, values)
         if reason is not None and reason not in self._told:
             self._told.add(reason)
-            warnings.warn(f"{layer_name(layer)} runs as in plain PyG, no faster, {reason}", stacklevel=3)
+            warnings.warn(f"{layer_name(layer)} runs as in plain PyG, no faster: {reason}", stacklevel=3)
         return reason is not None
 
     def _reason_against(self, layer: MessagePassing, values: list[tuple[str, Any]]) -> str | None:
         if _is_transformed():
-            return "under torch.func, forward-mode derivatives and tracing"
+            return "torch.func, forward-mode derivatives or tracing is at work"
         if not any(self._are_edges(one) for _, one in values):
             if layer in self._cached:
                 raise InputError(
@@ -237,15 +237,15 @@ class _Graph:
                 )
             sparse = any("sparse" in type(one).__name__.lower() or _is_sparse(one) for _, one in values)
             hint = "; call the model with data.edge_index, not with a sparse adjacency" if sparse else ""
-            return f"and so does every layer whose edges are not those for which the model was accelerated{hint}"
+            return f"its edges are not those for which the model was accelerated, as may be those of others{hint}"
         unknown = next((name for name, one in values if isinstance(one, Tensor) and name not in _KNOWN), None)
         if unknown is not None:
-            return f"where it gets {unknown}, which may be in the order of the edges or not"
+            return f"it gets {unknown}, and nothing says if that is in the order of the edges"
         if not all(_has_rows(layer, name, one, self._num_nodes) for name, one in values):
-            return "where x has not a row for each node of the data, or a size is given"
+            return "x has not one row for each node of the data, or a size is given"
         if layer not in self._cached and any(getattr(layer, name, None) is not None for name in CACHES):
-            return "after it has cached other edges"
-        return "while hooks, an explainer or methods of its own see its messages" if _is_looked_at(layer) else None
+            return "it has cached other edges"
+        return "hooks, an explainer or methods of its own see its messages" if _is_looked_at(layer) else None
 
     def note(self, layer: MessagePassing) -> None:
         """Note a layer that runs on the graph."""
