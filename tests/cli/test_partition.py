@@ -221,7 +221,7 @@ def test_columns_and_names(folder: Path, graphs: Path, checkpoint: Path) -> None
     assert_mistake(
         pygdist(*given, f"{columns}+Num", folder=folder), "no column 'Num'; its columns are Nr, Ziel, weight"
     )
-    assert_mistake(pygdist(*given, columns, folder=folder), "edges.csv: ids are names", "give names")
+    assert_mistake(pygdist(*given, columns, folder=folder), "edges.csv: ids are names", "give --names=FILE")
     assert_mistake(pygdist("partition", "--dataset=sbm", columns, folder=folder), "--columns goes with --input")
     assert not (folder / "parts").exists()
     outcome = pygdist(*given, columns, "--names=names.txt", folder=folder)
