@@ -63,7 +63,8 @@ class AveragedGradients:
     """Averages the gradients of all ranks at the end of each backward pass, as DDP does, but without a wrapper.
 
     Gradients of several passes add up as on one process. A parameter that a rank's pass does not reach counts as zeros
-    there. All ranks make as many backward passes.
+    there. All ranks make as many backward passes. A pass that fails leaves what it has added so far, as on one process;
+    the next one averages the sum.
 
     Ranks step their optimizers by themselves. In the second, fourth, eighth, ... backward pass they compare the
     parameters: with other learning rates they would drift apart in silence.
@@ -79,31 +80,31 @@ class AveragedGradients:
         self, model: nn.Module, communicator: Communicator, inputs: WholeInputs, *, scaled: Callable[[], bool]
     ) -> None:
         self._communicator, self._inputs, self._scaled = communicator, inputs, scaled
-        self._parameters: list[nn.Parameter] = []
-        self._told = set[str]()
-        self._removed, self._has_mean = False, False
-        self._before: dict[int, Tensor | None] = {}  # gradients of earlier passes, by number of the parameter
-        self._mine: dict[int, tuple[Tensor | None, int]] = {}  # gradients of this pass so far, and their versions
-        self._reached = set[int]()
-        self._end: weakref.ref[Callable[[], None]] | None = None  # autograd holds it while this pass runs
-        self._passes, self._hooks = 0, list[RemovableHandle]()
+        self._hooks: dict[nn.Parameter, list[RemovableHandle]] = {}  # of the parameters, in the order of the ranks
+        self._in_model = set[nn.Parameter]()
+        self._reached = set[nn.Parameter]()  # since the last average
+        self._begun, self._adds = set[int](), -1  # numbers of backward passes, as autograd counts
+        self._told, self._passes = set[str](), 0
         self._found_in(model)
 
     def _found_in(self, model: nn.Module) -> None:
+        self._in_model = set(model.parameters())
         for one in model.parameters():
-            owner = self._inputs.owners[one]() if one in self._inputs.owners else None
-            if one.requires_grad and one.is_leaf and (owner is None or owner._removed):
-                number = len(self._parameters)
+            is_owned = one in self._inputs.owners and self._inputs.owners[one]() is not None
+            if one.requires_grad and one.is_leaf and not is_owned:
                 self._inputs.owners[one] = weakref.ref(self)
-                self._parameters.append(one)
-                self._hooks.append(one.register_hook(partial(self._set_aside, number)))
-                self._hooks.append(one.register_post_accumulate_grad_hook(partial(self._reach, number)))
+                hooks = one.register_hook(self._begin), one.register_post_accumulate_grad_hook(self._reach)
+                self._hooks[one] = list(hooks)
 
     def remove(self) -> None:
         """Remove the hooks, as a handle of torch's does."""
-        self._removed = True
-        for hook in self._hooks:
+        for parameter in list(self._hooks):
+            self._let_go(parameter)
+
+    def _let_go(self, parameter: nn.Parameter) -> None:
+        for hook in self._hooks.pop(parameter):
             hook.remove()
+        del self._inputs.owners[parameter]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # a copy of the model has no hooks on its parameters
@@ -113,9 +114,8 @@ class AveragedGradients:
 
     def look_at(self, model: nn.Module) -> None:
         """Outside of a backward pass: average the gradients of parameters that are new or no longer frozen, too."""
-        self._give_up()
         self._found_in(model)
-        if any(_has_other_hooks(one) for one in self._parameters):
+        if any(_has_other_hooks(one) for one in self._hooks):
             self._tell(_HOOKED)
 
     def _tell(self, words: str) -> None:
@@ -123,53 +123,27 @@ class AveragedGradients:
             self._told.add(words)
             warnings.warn(words, stacklevel=2)
 
-    def _give_up(self) -> None:
-        """Forget a backward pass that has failed; earlier gradients go back, unless the loop has changed them since."""
-        for number, gradient in self._before.items():
-            parameter, (mine, version) = self._parameters[number], self._mine[number]
-            if parameter.grad is mine and (mine is None or mine._version == version):
-                parameter.grad = gradient
-        self._before, self._mine, self._reached = {}, {}, set()
+    def _begin(self, _: Tensor) -> None:
+        """Ask autograd for an average at the end of this pass, once."""
+        number = torch._C._current_graph_task_id()
+        if number not in self._begun:
+            self._begun.add(number)
+            Variable._execution_engine.queue_callback(partial(self._end, number))
 
-    def _set_aside(self, number: int, _: Tensor) -> None:
-        """Put the gradient of earlier passes, which is averaged already, aside before this pass adds its own."""
-        if self._end is None or self._end() is None:  # autograd lets go of it if a pass fails
-            self._give_up()
-            end = partial(self._average)
-            self._end = weakref.ref(end)
-            Variable._execution_engine.queue_callback(end)
-            self._has_mean = self._inputs.mean_in_pass == torch._C._current_graph_task_id()
-        parameter = self._parameters[number]
-        if number not in self._before:
-            self._before[number] = parameter.grad
-            if parameter.grad is not None:  # zeros, not None, which the loop may set after a pass that fails
-                parameter.grad = torch.zeros_like(parameter)
-            self._note(number)
+    def _reach(self, parameter: nn.Parameter) -> None:
+        self._reached.add(parameter)
+        self._adds = torch._C._current_graph_task_id()
 
-    def _reach(self, number: int, _: Tensor) -> None:
-        self._reached.add(number)  # torch.autograd.grad, which adds to no parameter, does not get here
-        self._note(number)
-
-    def _note(self, number: int) -> None:
-        gradient = self._parameters[number].grad
-        self._mine[number] = gradient, 0 if gradient is None else gradient._version
-
-    def _average(self) -> None:
-        """Send all gradients of a dtype at once, in the order of the parameters, each with a flag: some rank has it."""
-        before, self._before, self._end = self._before, {}, None
-        num_ranks = self._communicator.world_size
-        reached, self._reached, self._mine = self._reached, set(), {}
-        mine = {number: one.to_dense() for number in reached if (one := self._parameters[number].grad) is not None}
-        for number, gradient in before.items():
-            self._parameters[number].grad = gradient
-        if not reached:
-            if self._has_mean:
+    def _end(self, number: int) -> None:
+        """Average what the parameters have; a sum of earlier averages, equal on all ranks, is its own average."""
+        self._begun.discard(number)  # those of failed passes stay: autograd uses no number again
+        has_mean = self._inputs.mean_in_pass == number
+        if self._adds != number:  # none here, or in a pass inside of this one
+            if has_mean and self._adds < number:
                 self._tell(_ASKED)
             return
-        if self._inputs.has_gradients and not self._has_mean:
+        if self._inputs.has_gradients and not has_mean:
             self._tell(_PASSED_ON)
-        if any(one.requires_grad for one in mine.values()):
-            raise InputError(SECOND_DERIVATIVE)
         self._passes += 1
         if self._passes == 1 and not self._scaled():
             warnings.warn(_UNSCALED, stacklevel=2)
@@ -177,18 +151,33 @@ class AveragedGradients:
         with torch.no_grad():
             if self._passes > 1 and self._passes.bit_count() == 1:
                 self._compare()
-            for dtype in dict.fromkeys(one.dtype for one in self._parameters):
-                chosen = [number for number, one in enumerate(self._parameters) if one.dtype == dtype]
-                parts = [mine.get(number, torch.zeros_like(self._parameters[number])) for number in chosen]
-                flags = torch.tensor([number in mine for number in chosen]).to(parts[0])
-                flat = torch.cat([*(part.reshape(-1) for part in parts), flags])
-                self._communicator.reduce_in_place(flat, "gradients")
-                *found, flags = flat.split([*(part.numel() for part in parts), len(parts)])
-                for number, part, flag in zip(chosen, found, flags.tolist(), strict=True):
-                    parameter = self._parameters[number]
-                    gradient = part.view_as(parameter) / num_ranks
-                    if flag:
-                        parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+            for dtype in dict.fromkeys(one.dtype for one in self._hooks):
+                self._average([one for one in self._hooks if one.dtype == dtype])
+        self._reached.clear()
+
+    def _average(self, parameters: list[nn.Parameter]) -> None:
+        """Send all gradients at once, and for each if this rank's passes have reached it; last, if one has a graph.
+
+        Parameters that the model has no longer, and that no rank has reached, are let go: loops may call a model with
+        new ones in each step.
+        """
+        mine = [one.grad for one in parameters]
+        reached = [one in self._reached and one.grad is not None for one in parameters]
+        flags = [*reached, any(one is not None and one.requires_grad for one in mine)]
+        parts = [torch.zeros_like(one) if one.grad is None else one.grad.to_dense() for one in parameters]
+        flat = torch.cat([*(part.reshape(-1) for part in parts), torch.tensor(flags).to(parts[0])])
+        self._communicator.reduce_in_place(flat.div_(self._communicator.world_size), "gradients")
+        *means, found = flat.split([*(part.numel() for part in parts), len(flags)])
+        *some_reached, has_graph = (found != 0).tolist()
+        if has_graph:
+            raise InputError(SECOND_DERIVATIVE)
+        for parameter, gradient, mean, has in zip(parameters, mine, means, some_reached, strict=True):
+            if has:
+                if gradient is None or gradient.layout != torch.strided:
+                    gradient = parameter.grad = torch.empty_like(parameter)
+                gradient.copy_(mean.view_as(parameter))
+            elif parameter not in self._in_model:
+                self._let_go(parameter)
 
     def _compare(self) -> None:
         """Compare sums over the parameters with those of rank 0.
@@ -200,7 +189,7 @@ class AveragedGradients:
             InputError: On all ranks, if sums differ by more.
         """
         with torch.no_grad():
-            real = [torch.view_as_real(one) if one.is_complex() else one for one in self._parameters]
+            real = [torch.view_as_real(one) if one.is_complex() else one for one in self._hooks]
             sums = torch.stack([_sums(one.reshape(-1)) for one in real]).sum(dim=0)
         ranks = self._communicator.gather([float(sums[0]), float(sums[1]), float(sums[2].sqrt())])
         if not bool(ranks.isfinite().any()):

@@ -8,6 +8,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -107,11 +108,12 @@ class OneProcess(CommBackend):
         if any(isinstance(one, Adjacency) for _, one in values):  # of the layer in which this one is
             return super().run_layer(layer, forward, args, kwargs)
         with _ONE_AT_A_TIME:
-            if graph is None or graph.leaves(layer, values):
+            edges = [] if graph is None else graph.edges_among(values)
+            if graph is None or graph.leaves(layer, values, edges):
                 with with_own_classes(layer):
                     return layer.forward(*args, **kwargs)
             graph.note(layer)
-            args, kwargs = mapped(call, args, kwargs, graph.given)
+            args, kwargs = mapped(call, args, kwargs, partial(graph.given, edges))
             with self._around_layer():
                 return graph.returned(super().run_layer(layer, forward, args, kwargs))
 
@@ -214,22 +216,26 @@ class _Graph:
             num_classes=0, multi_label=False, counts=dict.fromkeys(MASKS, 0), **dict.fromkeys(MASKS),
         )  # fmt: skip
 
-    def leaves(self, layer: MessagePassing, values: list[tuple[str, Any]]) -> bool:
+    def edges_among(self, values: list[tuple[str, Any]]) -> list[Tensor]:
+        """Return those arguments of a call that are the graph's edges."""
+        return [] if _is_transformed() else [one for _, one in values if self._are_edges(one)]
+
+    def leaves(self, layer: MessagePassing, values: list[tuple[str, Any]], edges: list[Tensor]) -> bool:
         """True if plain PyG runs a call; the first call for each reason warns.
 
         Raises:
             InputError: If the call has other edges, and the layer has ``cached=True`` and ran on the graph.
         """
-        reason = self._reason_against(layer, values)
+        reason = self._reason_against(layer, values, edges)
         if reason is not None and reason not in self._told:
             self._told.add(reason)
             warnings.warn(f"{layer_name(layer)} runs as in plain PyG, no faster: {reason}", stacklevel=3)
         return reason is not None
 
-    def _reason_against(self, layer: MessagePassing, values: list[tuple[str, Any]]) -> str | None:
+    def _reason_against(self, layer: MessagePassing, values: list[tuple[str, Any]], edges: list[Tensor]) -> str | None:
         if _is_transformed():
             return "torch.func, forward-mode derivatives or tracing is at work"
-        if not any(self._are_edges(one) for _, one in values):
+        if not edges:
             if layer in self._cached:
                 raise InputError(
                     f"{layer_name(layer)} has cached=True and ran on data.edge_index: PyG would ignore the other edges "
@@ -269,11 +275,11 @@ class _Graph:
             self._equal.put(identity_of(edges), (edges,), True)
         return same
 
-    def given(self, name: str, value: Any) -> Any:
+    def given(self, edges: list[Tensor], name: str, value: Any) -> Any:
         """Return an argument of a layer: the sorted edges, or their values in the same order."""
         if not isinstance(value, Tensor) or _is_sparse(value):
             return value
-        if self._are_edges(value):
+        if any(value is one for one in edges):
             return self.adjacency
         perm = self._perm
         if perm is None or name not in EDGE_FIELDS or not value.dim() or value.size(0) != self._edges.size(1):

@@ -19,6 +19,8 @@ from pygdist.hops.rebinding import methods_of
 from pygdist.nn.norms import GLOBAL_NORMS
 from pygdist.nn.readouts import READOUTS
 
+_BY_TYPE = "takes rows and edges by type; merge the types by to_homogeneous() and use a layer with edge_type"
+
 #: Class names of PyG (they may be looked up in a base class too) and the reason.
 REFUSED_LAYERS: dict[str, str] = {
     "ARGA": "averages its losses over the nodes of one rank; train its encoder with pygdist's LinkPredictor",
@@ -29,9 +31,9 @@ REFUSED_LAYERS: dict[str, str] = {
     "FusedGATConv": "takes the graph in three sorted forms (csr, csc, perm); use GATConv",
     "GPSConv": "attends over all nodes",
     "GravNetConv": "builds its edges inside the layer from a search over all nodes",
-    "HANConv": "takes rows and edges by type; merge the types by to_homogeneous() and use a layer with edge_type",
-    "HGTConv": "takes rows and edges by type; merge the types by to_homogeneous() and use a layer with edge_type",
-    "HeteroConv": "takes rows and edges by type; merge the types by to_homogeneous() and use a layer with edge_type",
+    "HANConv": _BY_TYPE,
+    "HGTConv": _BY_TYPE,
+    "HeteroConv": _BY_TYPE,
     "HypergraphConv": "takes an incidence matrix of nodes and hyperedges, not edges between nodes",
     "LightGCN": "holds an embedding of every node of the graph",
     "MetaLayer": (

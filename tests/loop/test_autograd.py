@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +84,24 @@ def _computed_parameters(loop: _Loop) -> list[Tensor]:
     return _gradients(model)
 
 
+def _new_parameters(loop: _Loop) -> list[Tensor]:
+    """A step on copies of the parameters before each step, as in meta-learning; the copies are let go."""
+    model, found, copies = loop.model(), list[Tensor](), list[weakref.ref[Tensor]]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        fast = {name: one.detach().clone().requires_grad_() for name, one in model.named_parameters()}
+        loop.loss(functional_call(model, fast, (loop.x, loop.edge_index))).backward()
+        found += [one.grad for one in fast.values() if one.grad is not None]
+        copies += map(weakref.ref, fast.values())
+        optimizer.zero_grad()
+        loop.loss(model(loop.x, loop.edge_index)).backward()
+        optimizer.step()
+    del fast
+    gc.collect()
+    assert sum(one() is not None for one in copies) <= len(copies) // 4  # those of the last step alone
+    return [*found, *_gradients(model)]
+
+
 class _WithTable(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -97,38 +119,20 @@ def _sparse_gradient(loop: _Loop) -> list[Tensor]:
     return _gradients(model)
 
 
-def _hook_that_fails(loop: _Loop) -> list[Tensor]:
-    """The pass fails at a parameter whose earlier gradient is aside."""
+def _hook_that_fails(loop: _Loop, drop: Callable[[Any], None], at: str) -> list[Tensor]:
+    """Two passes fail between two that do not, at a parameter or at the rows below it; the loop may drop gradients."""
     model = loop.model()
     loop.loss(model(loop.x, loop.edge_index)).backward()
-    fails = model.convs[0].lin.weight.register_hook(_raise)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        loop.loss(model(loop.x, loop.edge_index)).backward()
-    fails.remove()
-    if not _is_distributed(model):  # plain torch keeps what a failed pass has added
-        model.zero_grad()
-        loop.loss(model(loop.x, loop.edge_index)).backward()
-    loop.loss(model(loop.x, loop.edge_index)).backward()
-    return _gradients(model)
-
-
-def _first_hook_that_fails(loop: _Loop) -> list[Tensor]:
-    """The pass fails at the first parameter that it reaches; the loop drops all gradients, then some of them."""
-    model = loop.model()
-    for dropped in (model, model.convs[1], None):
-        loop.loss(model(loop.x, loop.edge_index)).backward()
-        fails = model.convs[1].bias.register_hook(_raise)
+    out = model(loop.x, loop.edge_index)
+    fails = model.get_parameter(at).register_hook(_raise)
+    for _ in range(2):
         with pytest.raises(RuntimeError, match="out of memory"):
-            loop.loss(model(loop.x, loop.edge_index)).backward()
-        fails.remove()
-        if dropped is not None:
-            dropped.zero_grad()
+            loop.loss(out).backward(retain_graph=True)
+    fails.remove()
+    drop(model)
+    loop.loss(out).backward()  # again on the same graph
     loop.loss(model(loop.x, loop.edge_index)).backward()
     return _gradients(model)
-
-
-def _is_distributed(model: nn.Module) -> bool:
-    return bool(model._forward_pre_hooks)
 
 
 class _Tied(nn.Module):
@@ -156,21 +160,28 @@ def _shared_head(loop: _Loop) -> list[Tensor]:
         return total
 
     for fails[0] in (False, True, False):
-        if fails[0] and _is_distributed(models[0]):
-            with pytest.raises(RuntimeError, match="out of memory"):
-                forward().backward()
-        elif not fails[0]:
+        with pytest.raises(RuntimeError, match="out of memory") if fails[0] else contextlib.nullcontext():
             forward().backward()
     return _gradients(*models)
 
 
+_DROPS: dict[str, Callable[[Any], None]] = {
+    "keeps all": lambda model: None,
+    "to none": lambda model: model.zero_grad(),
+    "to zero": lambda model: model.zero_grad(set_to_none=False),
+    "some to none": lambda model: model.convs[1].zero_grad(),
+}
 EQUAL = {
     "passed on": _passed_on,
     "checkpoint at once": _checkpoint_at_once,
     "computed parameters": _computed_parameters,
+    "new parameters": _new_parameters,
     "sparse gradient": _sparse_gradient,
-    "hook that fails": _hook_that_fails,
-    "first hook that fails": _first_hook_that_fails,
+    **{
+        f"{at} fails, {how}": partial(_hook_that_fails, drop=drop, at=at)
+        for at in ("convs.1.bias", "convs.1.lin.weight", "convs.0.lin.weight")
+        for how, drop in _DROPS.items()
+    },
     "shared head": _shared_head,
 }
 

@@ -177,51 +177,6 @@ def test_parameters_come_and_go_as_on_one_process(pool: RankPool, tmp_path: Path
         assert is_gone
 
 
-class _Late(nn.Module):
-    """Its head has its gradient before a hook on the rows below can fail."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.head = GCN(12, 8, num_layers=1).double(), nn.Linear(8, 4).double()
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        self.below = self.conv(x, edge_index).relu()
-        out: Tensor = self.head(self.below)
-        return out
-
-
-def _repeated(rank: int, num_ranks: int, folder: str, drop: bool | None) -> list[Tensor]:
-    graph = open_graph(masked_graph, cache_dir=folder)
-    torch.manual_seed(0)
-    model = graph.distribute(_Late())
-    out, fails = model(graph.x, graph.edge_index), True
-    first, second = (
-        graph.mean_loss(F.cross_entropy, out, graph.y, mask) for mask in (graph.val_mask, graph.train_mask)
-    )
-    first.backward(retain_graph=True)
-    model.below.register_hook(lambda gradient: _fail(gradient) if fails else None)
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="out of memory"):
-            second.backward(retain_graph=True)
-    if drop is not None:
-        model.zero_grad(set_to_none=drop)
-    fails = False
-    second.backward()
-    return [one.grad for one in model.parameters() if one.grad is not None]
-
-
-@pytest.mark.parametrize("drop", [None, True, False], ids=["kept", "set to none", "set to zero"])
-def test_a_pass_that_failed_is_made_again_on_the_same_graph(drop: bool | None, pool: RankPool, tmp_path: Path) -> None:
-    data = masked_graph()
-    torch.manual_seed(0)
-    model = _Late()
-    out = model(data.x, data.edge_index)
-    for mask in (data.train_mask, data.val_mask)[: 2 if drop is None else 1]:
-        F.cross_entropy(out[mask], data.y[mask]).backward(retain_graph=True)
-    for found in pool.run(_repeated, 3, str(tmp_path), drop):
-        torch.testing.assert_close(found, [one.grad for one in model.parameters()], rtol=0, atol=1e-12)
-
-
 class _Checkpointed(nn.Module):
     """Its backward pass makes backward passes inside of it."""
 
