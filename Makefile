@@ -50,7 +50,7 @@ cluster-check: $(READY)  ## as root: rows over emulated links, of the links' rat
 gpu-check: $(READY)  ## on a GPU: the CUDA tests, and kernels beside torch's and PyG's (experiments/gpu)
 	$(BIN)/python -m experiments.gpu.check
 
-gpu-check-multi: $(READY)  ## on two GPUs or more: tests over nccl, ranks that fail, epochs by number of GPUs
+gpu-check-multi: $(READY)  ## on two GPUs or more: tests over nccl, ranks that fail, steps by number of GPUs
 	$(BIN)/python -m experiments.gpu.check --gpus 2
 
 experiments: $(READY)  ## a short version of every experiment, and its report (RESULTS=results)

@@ -2,8 +2,8 @@
 
 The distributed training that DistDGL and PyG made common: each rank trains on sampled neighbourhoods of its own nodes.
 The owner of a node samples its in-edges; the features of all sampled nodes come from their owners in one exchange,
-while the batch before trains; gradients are averaged. Any partition works, and so does any PyG layer, as a batch is a
-graph of its own.
+while the batch before trains; gradients are averaged. Any partition works, and so does every supported layer, as a
+batch is a graph of its own.
 """
 
 from __future__ import annotations

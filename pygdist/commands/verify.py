@@ -77,8 +77,8 @@ def verify(
         raise InputError(f"--world-size is {world_size}, expected at least 1")
     if backend.abilities.mini_batches:
         raise InputError(
-            f"verify compares a step on the whole graph, but backend '{backend.name}' trains on mini-batches; verify "
-            "the model with --model.backend=comm"
+            f"verify compares a step on the whole graph, but backend '{backend.name}' trains on parts or "
+            "mini-batches; verify the model with --model.backend=comm"
         )
     data.model = model
     whole, _ = data.load()

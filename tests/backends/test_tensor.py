@@ -71,6 +71,7 @@ MIXING = [
     "GeneralConv", "HEATConv", "NNConv", "PNAConv", "PPFConv", "PointGNNConv", "PointNetConv", "PointTransformerConv",
     "RGATConv", "ResGatedGraphConv", "SAGEConv-lstm", "SAGEConv-patches",
 ]  # fmt: skip
+DOCS = Path(__file__).parents[2] / "docs"
 PLAIN = Savings(first_hop=False, cheaper_side=False)
 
 
@@ -84,6 +85,13 @@ def test_which_layers_qualify_is_found_out() -> None:
     for name in MIXING:
         with pytest.raises(InputError, match=r"it mixes columns .* use backend cache, comm.* hybrid"):
             distribute(build(name, 5, 3), backend=TensorBackend(), check=False)
+
+
+@pytest.mark.parametrize("page", ["explanation/neutrontp.md", "reference/backends/tensor.md"])
+def test_pages_name_all_layers_that_mix_columns(page: str) -> None:
+    lines = (DOCS / page).read_text(encoding="utf-8").splitlines()
+    (said,) = [line for line in lines if "these fail: " in line]
+    assert set(re.findall(r"`(\w+Conv)`", said)) == {name for name in MIXING if "-" not in name}
 
 
 class Doubled(MessagePassing):

@@ -79,6 +79,8 @@ def test_gat_on_cora(shared_data: Path, tmp_path: Path) -> None:
     assert "3 processes against one (pyg)" in outcome.out
 
 
-def test_mini_batches_are_not_compared(folder: Path) -> None:
-    options = ("--model.backend=pull", "--data.batches=NeighborBatches")
-    assert_mistake(pygdist(*VERIFY, *options, folder=folder), "backend 'pull' trains on mini-batches; verify the model")
+@pytest.mark.parametrize("options", [("pull", "--data.batches=NeighborBatches"), ("replica",)], ids=lambda one: one[0])
+def test_parts_and_mini_batches_are_not_compared(options: tuple[str, ...], folder: Path) -> None:
+    name, *more = options
+    said = f"backend '{name}' trains on parts or mini-batches; verify the model"
+    assert_mistake(pygdist(*VERIFY, f"--model.backend={name}", *more, folder=folder), said)

@@ -34,8 +34,8 @@ only the in-edges that begin at rows of fewer hops, and self-loops. ``x`` has al
 ====================  =====================================================================================
 
 The placement *edges* (DistGNN, Sec. 5.1) gives each edge to one part, whoever owns its ends. Its arrays are those of
-*replicas* with K = 1: ``n_id`` has the owned rows (roots), then those of other ends of the part's edges (leaves), and
-``indptr``, ``src`` and ``e_id`` have the part's edges, in-edges of any row. Four more arrays:
+*replicas* with K = 1: ``n_id`` has the owned rows (those of split nodes are roots), then those of other ends of the
+part's edges (leaves). ``indptr``, ``src`` and ``e_id`` have the part's edges, in-edges of any row. Four more arrays:
 
 ====================  =====================================================================================
 ``has_in``            ``(h,)`` bool, leaves with an in-edge in this part; ``has_out``: with an out-edge
