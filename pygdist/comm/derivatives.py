@@ -1,4 +1,7 @@
-"""Refuses second derivatives, as of a gradient penalty: torch's decorator passes some on as constants, in silence."""
+"""Refuses derivatives that pygdist does not compute: second ones, and those of torch's transformations.
+
+Torch's decorator passes some second derivatives on as constants, in silence.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,20 @@ SECOND_DERIVATIVE = (
     "out that term, such as a gradient penalty, or call undistribute(model) and train on one process with the graph's "
     "own edge_index"
 )
+
+TRANSFORMED = (
+    "a distributed model computes values, and gradients by backward(); torch.func, forward-mode derivatives, tracing "
+    "and fake tensors are refused: call undistribute(model), and use the graph's own edge_index on one process"
+)
+
+
+def is_transformed() -> bool:
+    """True where tensors stand for others, have tangents or have no values, so kernels and exchanges cannot run."""
+    by_function = torch._C._functorch.maybe_current_level() is not None
+    has_tangents = torch.autograd.forward_ad._current_level >= 0
+    traced = torch.jit.is_tracing() or torch.compiler.is_exporting()
+    fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+    return by_function or has_tangents or traced or fake
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:

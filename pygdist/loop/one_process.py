@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from pygdist.backends import CommBackend
 from pygdist.comm import Communicator, ExchangePlan
+from pygdist.comm.derivatives import is_transformed
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency, Shard
 from pygdist.graph.check import EDGE_FIELDS, MASKS, plain
@@ -218,7 +219,7 @@ class _Graph:
 
     def edges_among(self, values: list[tuple[str, Any]]) -> list[Tensor]:
         """Return those arguments of a call that are the graph's edges."""
-        return [] if _is_transformed() else [one for _, one in values if self._are_edges(one)]
+        return [] if is_transformed() else [one for _, one in values if self._are_edges(one)]
 
     def leaves(self, layer: MessagePassing, values: list[tuple[str, Any]], edges: list[Tensor]) -> bool:
         """True if plain PyG runs a call; the first call for each reason warns.
@@ -233,8 +234,8 @@ class _Graph:
         return reason is not None
 
     def _reason_against(self, layer: MessagePassing, values: list[tuple[str, Any]], edges: list[Tensor]) -> str | None:
-        if _is_transformed():
-            return "torch.func, forward-mode derivatives or tracing is at work"
+        if is_transformed():
+            return "torch.func, forward-mode derivatives, tracing or fake tensors are at work"
         if not edges:
             if layer in self._cached:
                 raise InputError(
@@ -332,13 +333,6 @@ def _has_rows(layer: MessagePassing, name: str, value: Any, num_nodes: int) -> b
     if name != "x" or not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() < 2:
         return True
     return not _is_sparse(value) and value.size(node_dim(layer, value)) == num_nodes
-
-
-def _is_transformed() -> bool:
-    """True where tensors stand for others, or have tangents that kernels do not know."""
-    transformed = torch._C._functorch.maybe_current_level() is not None
-    traced = torch.jit.is_tracing() or torch.compiler.is_exporting()
-    return transformed or traced or torch.autograd.forward_ad._current_level >= 0
 
 
 def _is_sparse(value: Any) -> bool:

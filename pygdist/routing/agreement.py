@@ -23,6 +23,7 @@ from torch_geometric.nn import MessagePassing
 
 from pygdist.backends.base import Backend
 from pygdist.comm import Communicator, PartCommunicator
+from pygdist.comm.derivatives import TRANSFORMED, is_transformed
 from pygdist.errors import InputError
 from pygdist.hops.arguments import mapped, named_values
 from pygdist.hops.layer import layer_name, own_class
@@ -100,9 +101,11 @@ def agree_on_pass(model: nn.Module, backend: Backend, args: tuple[Any, ...], kwa
         The kinds of the inputs, equal on all ranks.
 
     Raises:
-        InputError: On all ranks, if their passes differ; the message says how.
+        InputError: On all ranks, if their passes differ; the message says how. Under a transformation of torch.
         UnequalRanksError: On all ranks, if they made different exchanges before.
     """
+    if is_transformed():
+        raise InputError(TRANSFORMED)
     backend.kept.passes += not _runs_alone(backend)  # a rank that plans by itself may try the model more often
     move(backend, "at the start", model)
     inputs = _inputs(model, args, kwargs)

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
@@ -231,6 +233,27 @@ def _hooked(loop: _Loop) -> None:
     model(loop.x, loop.edge_index)
 
 
+def _transformed(loop: _Loop, by: str) -> None:
+    model = loop.model()
+    parameters = dict(model.named_parameters())
+
+    def forward(given: dict[str, Tensor]) -> Tensor:
+        return loop.loss(functional_call(model, given, (loop.x, loop.edge_index)))
+
+    if by == "grad":
+        torch.func.grad(forward)(parameters)
+    elif by == "jvp":
+        torch.func.jvp(forward, (parameters,), (parameters,))
+    elif by == "vmap":
+        torch.func.vmap(lambda x: model(x, loop.edge_index))(torch.stack([loop.x, loop.x]))
+    elif by == "dual":
+        with forward_ad.dual_level():
+            model(forward_ad.make_dual(loop.x, loop.x), loop.edge_index)
+    else:
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            model(mode.from_tensor(loop.x), loop.edge_index)
+
+
 SAID = {
     "cut by detach": (_cut_by_detach, "as in z.backward(rows.grad), multiply them by graph.num_ranks"),
     "reentrant head": (_reentrant_head, "use checkpoint(..., use_reentrant=False), or checkpoint inside of the model"),
@@ -244,6 +267,12 @@ SAID = {
 }
 
 
+def _refused(rank: int, num_ranks: int, folder: str, by: str) -> str:
+    with pytest.raises(InputError) as error:
+        _transformed(_shared(folder), by)
+    return str(error.value)
+
+
 def _told(rank: int, num_ranks: int, folder: str, name: str) -> list[str]:
     loop = _shared(folder)
     with warnings.catch_warnings(record=True) as caught:
@@ -254,6 +283,13 @@ def _told(rank: int, num_ranks: int, folder: str, name: str) -> list[str]:
         except InputError as error:
             return [str(error)]
     return [str(one.message) for one in caught]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+@pytest.mark.parametrize("by", ["grad", "jvp", "vmap", "dual", "fake"])
+def test_transformations_of_torch_are_refused(by: str, num_ranks: int, pool: RankPool, tmp_path: Path) -> None:
+    for said in pool.run(_refused, num_ranks, str(tmp_path), by):
+        assert "torch.func, forward-mode derivatives, tracing and fake tensors are refused" in said
 
 
 @pytest.mark.parametrize("name", SAID)
