@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,28 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from pygdist.comm import Communicator
 from pygdist.comm.derivatives import SECOND_DERIVATIVE
 from pygdist.errors import InputError
-from pygdist.graph import Adjacency
-from pygdist.hops.arguments import mapped
 
 _ROUNDINGS = 64  # within which parameters count as equal
+_HALVES = torch.bfloat16, torch.float16
 _UNSCALED = (
     "backward() without graph.mean_loss(): gradients are averaged over processes, which have different numbers of "
     "nodes, so a mean over each process's own nodes is not the mean over all; use graph.mean_loss()"
-)
-_BESIDE = (
-    "mean_loss: the loss depends on a tensor of shape {} that is neither a parameter of a distributed model nor an "
-    "input of one: its gradient is that of this process's share, {} times; make it a parameter of a model that "
-    "graph.distribute gets, or, if each process has rows of its own in it, divide its gradient by graph.num_ranks"
-)
-_SHARED = (
-    "an input of the model depends on a tensor of shape {} that is no parameter of a distributed model and has no row "
-    "for each node or edge of this process: its gradient is only this process's share of the whole one; make it a "
-    "parameter of a model that graph.distribute gets, or add its gradients of all processes"
 )
 _HOOKED = (
     "a hook on a parameter of a distributed model sees this process's share of the gradient, before the average over "
@@ -52,145 +41,221 @@ _PASSED_ON = (
     "begin the pass, as in z.backward(rows.grad), multiply them by graph.num_ranks, since those of parameters are "
     "averaged over processes"
 )
-_INSIDE = (
-    "a distributed model runs once more inside of a backward pass, by reentrant checkpointing, where gradients of its "
-    "inputs cannot be told from those of the graph; use checkpoint(..., use_reentrant=False), or checkpoint inside of "
-    "the model"
-)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A parameter, which lives as long as the loop has it."""
+
+    reference: TensorWeakRef
+    like: Tensor  # on the device "meta"
+    hooks: tuple[RemovableHandle, RemovableHandle]
+
+    @property
+    def parameter(self) -> Tensor | None:
+        found: Tensor | None = self.reference()
+        return found
+
+    @property
+    def gradient(self) -> Tensor | None:
+        return None if (one := self.parameter) is None else one.grad
+
+    def put(self, gradient: Tensor) -> None:
+        """Write into the gradient, if the parameter lives."""
+        if (one := self.parameter) is None:
+            return
+        if one.grad is None or one.grad.layout != torch.strided:
+            one.grad = torch.empty_like(one)
+        one.grad.copy_(gradient.view_as(one))
 
 
 class AveragedGradients:
-    """Averages the gradients of all ranks at the end of each backward pass, as DDP does, but without a wrapper.
+    """Averages gradients over ranks at the end of each backward pass, as DDP does, but without a wrapper.
 
-    Gradients of several passes add up as on one process. A parameter that a rank's pass does not reach counts as zeros
-    there. All ranks make as many backward passes. A pass that fails leaves what it has added so far, as on one process;
-    the next one averages the sum.
+    Gradients of several passes add up as on one process: averages of earlier passes are equal on all ranks, so the
+    average of a sum keeps them. A parameter that a rank does not reach counts as zeros there. All ranks make the same
+    number of passes. A pass that fails, fails on all ranks, and leaves what it has added so far, as on one process; the
+    next pass averages the sum.
 
-    Ranks step their optimizers by themselves. In the second, fourth, eighth, ... backward pass they compare the
-    parameters: with other learning rates they would drift apart in silence.
+    At the end of a pass all ranks say which parameters they have reached. Then the gradients of these travel. If the
+    pass has a mean over the graph, a rank says so even if it has reached none.
+
+    Ranks step their optimizers by themselves. In the second, fourth, eighth, ... pass they compare the parameters: if
+    learning rates differed, parameters would drift apart in silence.
 
     Args:
-        model: The model, with equal parameters on all ranks.
         communicator: The ranks.
-        inputs: Inputs of all models of the graph.
-        scaled: Tells if a loss of the whole graph was made; without one a warning says that processes count alike.
+
+    Attributes:
+        scaled: A loss of the whole graph was made; without one a warning says that each process has a mean of its own.
+        has_inputs: Inputs of the caller's own got gradients of the whole loss in some pass.
     """
 
-    def __init__(
-        self, model: nn.Module, communicator: Communicator, inputs: WholeInputs, *, scaled: Callable[[], bool]
-    ) -> None:
-        self._communicator, self._inputs, self._scaled = communicator, inputs, scaled
-        self._hooks: dict[nn.Parameter, list[RemovableHandle]] = {}  # of the parameters, in the order of the ranks
-        self._in_model = set[nn.Parameter]()
-        self._reached = set[nn.Parameter]()  # since the last average
-        self._begun, self._adds = set[int](), -1  # numbers of backward passes, as autograd counts
-        self._told, self._passes = set[str](), 0
-        self._found_in(model)
+    def __init__(self, communicator: Communicator) -> None:
+        self.scaled = self.has_inputs = False
+        self._communicator = communicator
+        self._models: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+        self._of_models = WeakIdKeyDictionary()  # parameters of all models, also those that are frozen
+        self._entries: dict[int, _Entry] = {}  # by number; the same numbers in the same order on all ranks
+        self._numbers = WeakIdKeyDictionary()  # of parameters
+        self._last_number = 0
+        self._reached = set[int]()  # numbers of parameters, since the last average
+        # Autograd numbers backward passes. Those that have begun, and the last that had a mean over the graph, that
+        # got to a parameter, and that added to a gradient.
+        self._begun, self._had_mean, self._got_to, self._added = set[int](), -1, -1, -1
+        self._passes, self._told = 0, set[str]()
 
-    def _found_in(self, model: nn.Module) -> None:
-        self._in_model = set(model.parameters())
+    def add(self, model: nn.Module) -> AddedModel:
+        """Average the gradients of a model's parameters from now on."""
+        self._models[model] = True
+        self.look_at(model)
+        return AddedModel(self, model)
+
+    def remove(self, model: nn.Module) -> None:
+        """Leave a model alone from now on, but for parameters of other models."""
+        self._models.pop(model, None)
+        kept = {id(one) for other in self._models for one in other.parameters()}
         for one in model.parameters():
-            is_owned = one in self._inputs.owners and self._inputs.owners[one]() is not None
-            if one.requires_grad and one.is_leaf and not is_owned:
-                self._inputs.owners[one] = weakref.ref(self)
-                hooks = one.register_hook(self._begin), one.register_post_accumulate_grad_hook(self._reach)
-                self._hooks[one] = list(hooks)
+            if id(one) in kept:
+                continue
+            self._of_models.pop(one, None)
+            if one in self._numbers:
+                for hook in self._entries.pop(self._numbers.pop(one)).hooks:
+                    hook.remove()
 
-    def remove(self) -> None:
-        """Remove the hooks, as a handle of torch's does."""
-        for parameter in list(self._hooks):
-            self._let_go(parameter)
-
-    def _let_go(self, parameter: nn.Parameter) -> None:
-        for hook in self._hooks.pop(parameter):
-            hook.remove()
-        del self._inputs.owners[parameter]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None  # a copy of the model has no hooks on its parameters
-
-    def __reduce__(self) -> Any:
-        return type(None), ()
+    def is_of_model(self, tensor: Tensor) -> bool:
+        """True for a parameter of a model."""
+        return tensor in self._of_models
 
     def look_at(self, model: nn.Module) -> None:
-        """Outside of a backward pass: average the gradients of parameters that are new or no longer frozen, too."""
-        self._found_in(model)
-        if any(_has_other_hooks(one) for one in self._hooks):
-            self._tell(_HOOKED)
+        """Find parameters of a model that are new, or frozen no longer; inside of a backward pass do nothing."""
+        if model not in self._models or not torch.is_grad_enabled() or torch._C._current_graph_task_id() >= 0:
+            return
+        self._begun.clear()  # of passes that failed
+        for one in model.parameters():
+            self._of_models[one] = True
+            if one.requires_grad and one.is_leaf and one not in self._numbers:
+                self._add(one)
+            elif one in self._numbers and _has_other_hooks(one):
+                self._tell(_HOOKED)
+
+    def _add(self, parameter: nn.Parameter) -> None:
+        number = self._last_number = self._last_number + 1
+        hooks = (
+            parameter.register_hook(self._get_to),
+            parameter.register_post_accumulate_grad_hook(partial(self._reach, number)),
+        )
+        self._numbers[parameter] = number
+        like = torch.empty_like(parameter, device="meta")
+        self._entries[number] = _Entry(TensorWeakRef(parameter), like, hooks)
+
+    def begin_loss(self) -> None:
+        """Look at all models, which may be called past their ``forward``: a loss of the graph is made."""
+        self.scaled = True
+        for model in list(self._models):
+            self.look_at(model)
 
     def _tell(self, words: str) -> None:
         if words not in self._told:
             self._told.add(words)
             warnings.warn(words, stacklevel=2)
 
-    def _begin(self, _: Tensor) -> None:
-        """Ask autograd for an average at the end of this pass, once."""
+    def begin_mean(self, _: Tensor) -> None:
+        """Hook on a mean over the graph: its backward pass begins, on all ranks."""
+        self._had_mean = self._begin()
+
+    def _get_to(self, _: Tensor) -> None:
+        self._got_to = self._begin()
+
+    def _begin(self) -> int:
+        """Let autograd call ``_end`` at the end of this pass; return its number."""
         number = torch._C._current_graph_task_id()
         if number not in self._begun:
             self._begun.add(number)
             Variable._execution_engine.queue_callback(partial(self._end, number))
+        return number
 
-    def _reach(self, parameter: nn.Parameter) -> None:
-        self._reached.add(parameter)
-        self._adds = torch._C._current_graph_task_id()
+    def _reach(self, number: int, _: Tensor) -> None:
+        self._reached.add(number)
+        self._added = torch._C._current_graph_task_id()
 
     def _end(self, number: int) -> None:
-        """Average what the parameters have; a sum of earlier averages, equal on all ranks, is its own average."""
-        self._begun.discard(number)  # those of failed passes stay: autograd uses no number again
-        has_mean = self._inputs.mean_in_pass == number
-        if self._adds != number:  # none here, or in a pass inside of this one
-            if has_mean and self._adds < number:
-                self._tell(_ASKED)
+        """Average the gradients; passes inside of this one (reentrant checkpoints), of larger numbers, leave theirs."""
+        self._begun.discard(number)
+        if self._begun and torch._C._current_autograd_node() is not None:
+            return  # the pass around this one averages
+        has_mean, adds = self._had_mean == number, self._added >= number
+        if not has_mean and not adds:
             return
-        if self._inputs.has_gradients and not has_mean:
+        if self._got_to >= number and not adds:  # torch.autograd.grad adds to no gradient
+            self._tell(_ASKED)
+        with torch.no_grad():
+            if numbers := self._reached_somewhere():
+                self._average_all(numbers, has_mean)
+
+    def _reached_somewhere(self) -> list[int]:
+        """Return the numbers of parameters that some rank has reached; forget those that live on no rank.
+
+        Raises:
+            InputError: On all ranks, if a gradient of some rank has a graph.
+        """
+        more = self._communicator.world_size + 1
+        entries, gradients = list(self._entries.items()), [one.gradient for one in self._entries.values()]
+        has_graph = [one is not None and one.requires_grad for one in gradients]
+        flags = [
+            float(entry.parameter is not None) + more * (number in self._reached and gradient is not None)
+            for (number, entry), gradient in zip(entries, gradients, strict=True)
+        ]
+        self._reached.clear()
+        *found, some_have_graph = self._communicator.gather([*flags, float(any(has_graph))]).sum(dim=0).tolist()
+        if some_have_graph:
+            for (_, entry), has in zip(entries, has_graph, strict=True):
+                if has and (one := entry.parameter) is not None:
+                    one.grad = None  # or the next pass would be refused, too
+            raise InputError(SECOND_DERIVATIVE)
+        for (number, _), flag in zip(entries, found, strict=True):
+            if flag == 0:
+                del self._entries[number]
+        return [number for (number, _), flag in zip(entries, found, strict=True) if flag >= more]
+
+    def _average_all(self, numbers: list[int], has_mean: bool) -> None:
+        if self.has_inputs and not has_mean:
             self._tell(_PASSED_ON)
         self._passes += 1
-        if self._passes == 1 and not self._scaled():
+        if self._passes == 1 and not self.scaled:
             warnings.warn(_UNSCALED, stacklevel=2)
         self._communicator.epoch += 1
-        with torch.no_grad():
-            if self._passes > 1 and self._passes.bit_count() == 1:
-                self._compare()
-            for dtype in dict.fromkeys(one.dtype for one in self._hooks):
-                self._average([one for one in self._hooks if one.dtype == dtype])
-        self._reached.clear()
+        entries = [self._entries[number] for number in numbers]
+        if self._passes > 1 and self._passes.bit_count() == 1:
+            self._compare([one for entry in entries if (one := entry.parameter) is not None])
+        for dtype in dict.fromkeys(entry.like.dtype for entry in entries):
+            self._average([entry for entry in entries if entry.like.dtype == dtype])
 
-    def _average(self, parameters: list[nn.Parameter]) -> None:
-        """Send all gradients at once, and for each if this rank's passes have reached it; last, if one has a graph.
-
-        Parameters that the model has no longer, and that no rank has reached, are let go: loops may call a model with
-        new ones in each step.
-        """
-        mine = [one.grad for one in parameters]
-        reached = [one in self._reached and one.grad is not None for one in parameters]
-        flags = [*reached, any(one is not None and one.requires_grad for one in mine)]
-        parts = [torch.zeros_like(one) if one.grad is None else one.grad.to_dense() for one in parameters]
-        flat = torch.cat([*(part.reshape(-1) for part in parts), torch.tensor(flags).to(parts[0])])
+    def _average(self, entries: list[_Entry]) -> None:
+        """Send the gradients of a dtype at once."""
+        gradients = [entry.gradient for entry in entries]
+        device = next((one.device for one in gradients if one is not None), self._communicator.device)
+        parts = [
+            torch.zeros_like(entry.like, device=device) if one is None else one.to_dense()
+            for entry, one in zip(entries, gradients, strict=True)
+        ]
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        flat = flat.float() if flat.dtype in _HALVES else flat  # sums of earlier passes would be rounded in each pass
         self._communicator.reduce_in_place(flat.div_(self._communicator.world_size), "gradients")
-        *means, found = flat.split([*(part.numel() for part in parts), len(flags)])
-        *some_reached, has_graph = (found != 0).tolist()
-        if has_graph:
-            raise InputError(SECOND_DERIVATIVE)
-        for parameter, gradient, mean, has in zip(parameters, mine, means, some_reached, strict=True):
-            if has:
-                if gradient is None or gradient.layout != torch.strided:
-                    gradient = parameter.grad = torch.empty_like(parameter)
-                gradient.copy_(mean.view_as(parameter))
-            elif parameter not in self._in_model:
-                self._let_go(parameter)
+        for entry, mean in zip(entries, flat.split([part.numel() for part in parts]), strict=True):
+            entry.put(mean)
 
-    def _compare(self) -> None:
+    def _compare(self, parameters: list[Tensor]) -> None:
         """Compare sums over the parameters with those of rank 0.
 
-        Rounding that differs between processors makes sums drift apart by about ``eps`` of the norm, and by its square
-        root in many passes. Parameters that are NaN or infinite on all ranks alike are the loop's own affair.
+        Rounding that differs between processors makes sums drift apart by about ``eps`` of the norm, times the square
+        root of the number of passes. Parameters that are NaN or infinite on all ranks alike are the loop's own affair.
 
         Raises:
             InputError: On all ranks, if sums differ by more.
         """
-        with torch.no_grad():
-            real = [torch.view_as_real(one) if one.is_complex() else one for one in self._hooks]
-            sums = torch.stack([_sums(one.reshape(-1)) for one in real]).sum(dim=0)
+        real = [torch.view_as_real(one) if one.is_complex() else one for one in parameters]
+        sums = torch.stack([_sums(one.reshape(-1)) for one in real]).sum(dim=0)
         ranks = self._communicator.gather([float(sums[0]), float(sums[1]), float(sums[2].sqrt())])
         if not bool(ranks.isfinite().any()):
             return
@@ -209,132 +274,27 @@ class AveragedGradients:
             )
 
 
-class _Whole(torch.autograd.Function):
-    """Identity whose backward pass divides by ``num_ranks``, for inputs of the caller's own."""
+class AddedModel:
+    """Lets :func:`~pygdist.undistribute` take a model out, as a handle of torch's does."""
 
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, inputs: WholeInputs) -> Tensor:
-        ctx.inputs = inputs
-        return rows.clone()  # which the model may change in place
+    def __init__(self, gradients: AveragedGradients, model: nn.Module) -> None:
+        self._gradients, self._model = gradients, model
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.inputs.has_gradients = True
-        return gradient / ctx.inputs.num_ranks, None
+    def remove(self) -> None:
+        """Take the model out."""
+        self._gradients.remove(self._model)
 
-
-class WholeInputs:
-    """Forward pre-hook: inputs of the caller's own, such as noise on the features, get the gradient of the whole loss.
-
-    Args:
-        num_ranks: Number of ranks.
-        num_rows: Numbers of rows of tensors of this rank's nodes and of its edges. Inputs that depend on other tensors,
-            of which each rank has a copy, are warned of.
-
-    Attributes:
-        owners: For each parameter, what averages its gradient.
-        has_gradients: Inputs got gradients of the whole loss in some pass.
-        mean_in_pass: Number of the latest backward pass of a mean over the graph, as autograd counts.
-    """
-
-    def __init__(self, num_ranks: int, num_rows: tuple[int, ...]) -> None:
-        self.num_ranks, self._num_rows = num_ranks, num_rows
-        self.has_gradients, self.mean_in_pass = False, -1
-        self._looks, self._told = 0, False
-        self.owners = WeakIdKeyDictionary()
-        self._parameters = WeakIdKeyDictionary()  # also those that are frozen
-        self._seen = WeakIdKeyDictionary()  # leaves of inputs, in forward passes
-        self._models: weakref.WeakKeyDictionary[nn.Module, AveragedGradients] = weakref.WeakKeyDictionary()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> WholeInputs:
-        return self  # a copy of a model has parameters of its own
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None  # a copy of the model has no hooks on its parameters
 
     def __reduce__(self) -> Any:
-        return WholeInputs, (self.num_ranks, self._num_rows)
-
-    def add(self, model: nn.Module, averaged: AveragedGradients) -> None:
-        """Note a model and what averages its gradients."""
-        self._models[model] = averaged
-        self._note(model)
-
-    def _note(self, model: nn.Module) -> None:
-        for one in model.parameters():
-            self._parameters[one] = True
-
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the arguments of a call."""
-        if model in self._models:
-            self._look_at(model)
-        return mapped(model.forward, args, kwargs, self._whole)
-
-    def _look_at(self, model: nn.Module) -> None:
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() < 0:
-            self._models[model].look_at(model)
-            self._note(model)
-
-    def begin_loss(self) -> None:
-        """Look for new parameters of all models, which may be called past their ``forward``."""
-        for model in list(self._models):
-            self._look_at(model)
-
-    def note_pass(self, _: Tensor) -> None:
-        """Hook on a mean over the graph: its backward pass begins."""
-        self.mean_in_pass = torch._C._current_graph_task_id()
-
-    def look_at_loss(self, loss: Tensor) -> None:
-        """Warn, now and then, of leaves that reach a loss beside all models."""
-        if self.num_ranks == 1 or not loss.requires_grad:
-            return
-        self._looks += 1
-        if self._looks.bit_count() > 1:  # all but the first, second, fourth, eighth, ...
-            return
-        leaf = next((one for one in _leaves(loss) if one not in self._parameters), None)
-        if leaf is not None:
-            warnings.warn(_BESIDE.format(tuple(leaf.shape), self.num_ranks), stacklevel=3)
-
-    def _whole(self, _: str, value: Any) -> Any:
-        wants = isinstance(value, Tensor) and value.requires_grad and not isinstance(value, Adjacency)
-        if not wants:
-            return value
-        leaves = []
-        for one in _leaves(value):
-            if one in self._parameters:
-                return value
-            leaves.append(one)
-        if torch._C._current_graph_task_id() >= 0 and any(one not in self._seen for one in leaves):
-            raise InputError(_INSIDE)
-        for one in leaves:
-            self._seen[one] = True
-        self._tell_of_copies(leaves)
-        return _Whole.apply(value, self)  # type: ignore[no-untyped-call]
-
-    def _tell_of_copies(self, leaves: list[Tensor]) -> None:
-        copied = next((one for one in leaves if not one.dim() or one.size(0) not in self._num_rows), None)
-        if copied is not None and not self._told:
-            self._told = True
-            warnings.warn(_SHARED.format(tuple(copied.shape)), stacklevel=4)
+        return type(None), ()
 
 
 def _has_other_hooks(parameter: Tensor) -> bool:
     """True if a parameter has more hooks than the two of :class:`AveragedGradients`."""
     hooks = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
     return any(one is not None and len(one) > 1 for one in hooks)
-
-
-def _leaves(value: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors without history that a tensor was computed from; inputs of the caller's own aside."""
-    if value.grad_fn is None:
-        yield value
-    nodes, seen = [value.grad_fn], set[Any]()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(leaf := getattr(node, "variable", None), Tensor):
-            yield leaf
-        elif not type(node).__name__.startswith(_Whole.__name__):
-            nodes.extend(one for one, _ in node.next_functions)
 
 
 def _sums(flat: Tensor) -> Tensor:

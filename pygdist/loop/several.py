@@ -25,7 +25,8 @@ from pygdist.errors import InputError
 from pygdist.graph import Shard, load_graph, prepare, read_meta
 from pygdist.graph.check import EDGE_FIELDS, MASKS
 from pygdist.graph.sources.prepare import tell
-from pygdist.loop.gradients import AveragedGradients, WholeInputs
+from pygdist.loop.gradients import AveragedGradients
+from pygdist.loop.inputs import WholeInputs
 from pygdist.loop.mistakes import tell_in_one_line
 from pygdist.memory.limits import told
 from pygdist.nn.inputs import fill_in_sizes
@@ -123,9 +124,9 @@ class OpenGraph:
         self, shard: Shard, backend: Backend, communicator: Communicator, *, joined: bool, left_out: Sequence[str] = ()
     ) -> None:
         self._shard, self._backend, self._communicator, self._joined = shard, backend, communicator, joined
-        self._scaled = False  # a loss was made by mean_loss
         self._directory: NodeDirectory | None = None
-        self._inputs = WholeInputs(communicator.world_size, (len(shard.owned_id), shard.adjacency.size(1)))
+        self._gradients, num_rows = AveragedGradients(communicator), (len(shard.owned_id), shard.adjacency.size(1))
+        self._inputs = WholeInputs(self._gradients, communicator.world_size, num_rows)
         self._left_out = left_out  # tensors of nodes that the graph has, and the parts have not
         self.x, self.edge_index, self.y = shard.x, shard.adjacency, shard.y
         self.train_mask, self.val_mask, self.test_mask = shard.train_mask, shard.val_mask, shard.test_mask
@@ -185,9 +186,8 @@ class OpenGraph:
         distribute(model, backend=self._backend)
         self._backend.look_at(model, None)
         if self.num_ranks > 1:
-            averaged = AveragedGradients(model, self._communicator, self._inputs, scaled=lambda: self._scaled)
-            self._inputs.add(model, averaged)
-            with_hooks(model, model.register_forward_pre_hook(self._inputs, with_kwargs=True), averaged)
+            before_forward = model.register_forward_pre_hook(self._inputs, with_kwargs=True)
+            with_hooks(model, before_forward, self._gradients.add(model))
         return model
 
     def _share(self, model: nn.Module) -> None:
@@ -222,8 +222,7 @@ class OpenGraph:
         """
         if target is None:
             raise InputError("mean_loss: the graph has no labels (data.y)")
-        self._scaled = True
-        self._inputs.begin_loss()
+        self._gradients.begin_loss()
         self._communicator.move("in graph.mean_loss")
         every = torch.ones(len(target), dtype=torch.bool, device=target.device) if mask is None else mask
         rows = labelled_rows(target, every)
@@ -244,8 +243,8 @@ class OpenGraph:
             raise InputError("mean_loss: no node with a label counts on any process; look at mask and labels")
         mine = local * (self.num_ranks / float(sums[1]))  # gradients are averaged over the processes
         mean = mine + (float(sums[0] / sums[1]) - mine.detach())
-        if mean.requires_grad:
-            mean.register_hook(self._inputs.note_pass)
+        if mean.requires_grad and self.num_ranks > 1:
+            mean.register_hook(self._gradients.begin_mean)
         return mean
 
     def mean(self, values: Tensor, mask: Tensor | None = None) -> float:
