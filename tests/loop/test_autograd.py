@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 from torch_geometric.nn import GCN
 
-from pygdist import InputError, open_graph
+from pygdist import InputError, open_graph, undistribute
 from pygdist.testing import RankPool
 from tests.loop.graphs import masked_graph
 
@@ -35,6 +35,7 @@ class _Loop:
     distribute: Callable[[Any], Any]
     loss: Callable[[Tensor], Tensor]
     num_ranks: int = 1
+    rank: int = 0
 
     def model(self, num_features: int = 12, num_classes: int = 4) -> Any:
         torch.manual_seed(0)
@@ -53,7 +54,7 @@ def _shared(folder: str) -> _Loop:
     def loss(out: Tensor) -> Tensor:
         return graph.mean_loss(F.cross_entropy, out, graph.y, graph.train_mask)
 
-    return _Loop(graph.x, graph.edge_index, graph.distribute, loss, graph.num_ranks)
+    return _Loop(graph.x, graph.edge_index, graph.distribute, loss, graph.num_ranks, graph.rank)
 
 
 def _gradients(*models: nn.Module) -> list[Tensor]:
@@ -167,6 +168,68 @@ def _shared_head(loop: _Loop) -> list[Tensor]:
     return _gradients(*models)
 
 
+def _losses_before_passes(loop: _Loop) -> list[Tensor]:
+    """A model gets another head for each loss; then each has its pass."""
+    torch.manual_seed(0)
+    heads = [nn.Linear(8, 4).double() for _ in range(3)]
+    model, losses = loop.distribute(_Tied(heads[0])), []
+    for model.head in heads:
+        losses.append(loop.loss(model(loop.x, loop.edge_index)))
+    for loss in losses:
+        loss.backward()
+    return _gradients(model.conv, *heads)
+
+
+class _Rare(nn.Module):
+    """Its bias is for rows that only one process has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(8).double())
+        self.rare = float(masked_graph().x[:, 0].max())
+
+    def forward(self, rows: Tensor, x: Tensor) -> Tensor:
+        chosen = x[:, :1] >= self.rare
+        return rows + chosen * self.bias if chosen.any() else rows * 1
+
+
+class _WithRare(_Tied):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 4).double())
+        self.block = _Rare()
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        rows = checkpoint(self.block, self.conv(x, edge_index), x, use_reentrant=True)
+        out: Tensor = self.head(rows.relu())
+        return out
+
+
+def _pass_inside_on_one_process(loop: _Loop) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = loop.distribute(_WithRare())
+    noise = torch.zeros_like(loop.x).requires_grad_()
+    for _ in range(3):
+        loop.loss(model(loop.x + noise, loop.edge_index)).backward()
+    return _gradients(model)
+
+
+def _reached_by_one_process(loop: _Loop) -> list[Tensor]:
+    """One process reaches a second model, and that one first."""
+    model, second = loop.model(), loop.distribute(nn.Linear(12, 4).double())
+    for _ in range(2):
+        out, more = model(loop.x, loop.edge_index), second(loop.x)
+        loop.loss(out + 0 * more if loop.rank == 0 else out).backward()
+    return _gradients(model)
+
+
+def _half_precision(loop: _Loop) -> list[Tensor]:
+    """Sums of many passes are rounded as often as on one process; the average over processes is not rounded."""
+    model = loop.distribute(nn.Linear(1, 1, bias=False).bfloat16())
+    for _ in range(256):
+        model(torch.ones(1, 1).bfloat16()).sum().backward()
+    return _gradients(model)
+
+
 _DROPS: dict[str, Callable[[Any], None]] = {
     "keeps all": lambda model: None,
     "to none": lambda model: model.zero_grad(),
@@ -185,6 +248,10 @@ EQUAL = {
         for how, drop in _DROPS.items()
     },
     "shared head": _shared_head,
+    "losses before passes": _losses_before_passes,
+    "pass inside on one process": _pass_inside_on_one_process,
+    "reached by one process": _reached_by_one_process,
+    "half precision": _half_precision,
 }
 
 
@@ -197,6 +264,24 @@ def test_gradients_are_those_of_one_process(name: str, pool: RankPool, tmp_path:
     expected = EQUAL[name](_alone())
     for found in pool.run(_run, 3, str(tmp_path), name):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def _left_alone(rank: int, num_ranks: int, folder: str) -> list[int]:
+    """Count hooks and parameters of models that are undistributed or dropped, after a pass of another one."""
+    loop = _shared(folder)
+    first, second = loop.model(), loop.model()
+    undistribute(first)
+    loop.loss(second(loop.x, loop.edge_index)).backward()
+    weight = first.convs[0].lin.weight
+    hooks = len(weight._backward_hooks or ()) + len(weight._post_accumulate_grad_hooks or ())
+    left = [weakref.ref(one) for model in (first, second) for one in model.parameters()]
+    del first, second, weight
+    gc.collect()
+    return [hooks, sum(one() is not None for one in left)]
+
+
+def test_models_are_left_alone_and_let_go(pool: RankPool, tmp_path: Path) -> None:
+    assert pool.run(_left_alone, 3, str(tmp_path)) == [[0, 0]] * 3
 
 
 def _cut_by_detach(loop: _Loop) -> None:
