@@ -48,13 +48,18 @@ class _Entry:
     """A parameter, which lives as long as the loop has it."""
 
     reference: TensorWeakRef
-    like: Tensor  # on the device "meta"
+    form: Tensor  # on the device "meta"
     hooks: tuple[RemovableHandle, RemovableHandle]
 
     @property
     def parameter(self) -> Tensor | None:
         found: Tensor | None = self.reference()
         return found
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor of its shape and dtype, also where no parameter lives."""
+        return self.form if (one := self.parameter) is None else one
 
     @property
     def gradient(self) -> Tensor | None:
@@ -146,8 +151,8 @@ class AveragedGradients:
             parameter.register_post_accumulate_grad_hook(partial(self._reach, number)),
         )
         self._numbers[parameter] = number
-        like = torch.empty_like(parameter, device="meta")
-        self._entries[number] = _Entry(TensorWeakRef(parameter), like, hooks)
+        form = torch.empty_like(parameter, device="meta")
+        self._entries[number] = _Entry(TensorWeakRef(parameter), form, hooks)
 
     def begin_loss(self) -> None:
         """Look at all models, which may be called past their ``forward``: a loss of the graph is made."""
