@@ -47,7 +47,8 @@ class Abilities:
         distributed: Runs on several ranks.
         trains_parts: Trains each part by itself. No row comes from another rank's model. Gradients or models must be
             averaged. A rank may have several parts, one after another.
-        mini_batches: Trains on mini-batches too, drawn from the graph that its ``part_graph(shard)`` returns.
+        mini_batches: Trains on mini-batches: a backend that trains parts draws them from ``part_graph(shard)``, others
+            sample across ranks, in ``steps(...)``.
         holds_columns: Ranks hold columns of the features, so :meth:`Backend.whole_first_layer` computes the first layer
             in an evaluation.
         evaluates: Also validates, tests and predicts. If not, the model is evaluated on the whole graph instead, with
@@ -133,7 +134,7 @@ class Backend(ABC):
         self._shard, self._communicator = shard, communicator
 
     def _check_placement(self, shard: Shard) -> None:
-        """Refuse parts of edges or columns of features unless the backend is for these, and other parts if it is."""
+        """Refuse a part of edges, or of columns, unless the backend takes these; if it does, refuse all other parts."""
         wanted = self.abilities.placement
         has = "edges" if shard.clones is not None else "columns" if shard.columns is not None else "nodes or replicas"
         if has != wanted and {has, wanted} & {"edges", "columns"}:
@@ -226,10 +227,10 @@ class Backend(ABC):
         """
 
     def begin_step(self, sample: Any) -> None:  # noqa: B027
-        """Called on all ranks at the start of each training step on mini-batches that are sampled across ranks."""
+        """Called at the start of a training step on a mini-batch; on all ranks if batches are sampled across ranks."""
 
     def end_step(self) -> Tensor | None:
-        """Called on all ranks at the end of a step that :meth:`begin_step` began, before its backward pass.
+        """Called on all ranks at the end of a training step, before its backward pass.
 
         Returns:
             A zero, to be added to the loss, whose backward pass adds gradients; ``None`` if there are none.
@@ -244,7 +245,7 @@ class Backend(ABC):
         return []
 
     def drain(self) -> None:  # noqa: B027
-        """Called on all ranks after the last step of an epoch: drop what is on its way, if the epoch ended early."""
+        """Called on all ranks at the end of an epoch, and before a validation: drop what is still on its way."""
 
     @property
     def sharded_weights(self) -> ShardedWeights | None:
@@ -351,7 +352,7 @@ class Backend(ABC):
 
     @property
     def splits_nodes(self) -> bool:
-        """True if in-edges of one node are in several parts, so that what is summed over them is put together."""
+        """True if several parts hold in-edges of one node: sums over its in-edges are added up over parts."""
         return self.abilities.placement == "edges"
 
     @property
@@ -384,7 +385,7 @@ class Backend(ABC):
 
     @property
     def drops_alike(self) -> bool:
-        """True if all ranks drop the same attention weights of ``GATConv``, provided that only the sum uses them."""
+        """True if all ranks drop the same attention weights of ``GATConv``, where nothing but the sum uses these."""
         return False
 
     def max_over_ranks(self, value: Number) -> Number:

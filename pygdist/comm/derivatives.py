@@ -1,6 +1,6 @@
 """Refuses derivatives that pygdist does not compute: second ones, and those of torch's transformations.
 
-Torch's decorator passes some second derivatives on as constants, in silence.
+Torch's own ``once_differentiable`` takes some results for constants, so that their derivatives are missing in silence.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def is_transformed() -> bool:
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Let the ``backward`` of an autograd function compute without a graph, and refuse the derivative of its results.
 
-    Torch's decorator of this name takes results for constants where ``backward`` gets constants; but gradients of
-    attention also depend on the rows that went in.
+    Torch's decorator of this name refuses nothing if the gradients that ``backward`` gets need none themselves; but
+    gradients of attention also depend on the rows that went in.
     """
 
     @functools.wraps(backward)

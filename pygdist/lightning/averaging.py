@@ -164,7 +164,7 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         self._restored = None  # free the states of all parts
         self._models = PartModels(self.lightning_module, self.optimizers, shares, states)
         high, low = divmod(torch.initial_seed(), 1 << 32)  # a float64 rounds larger numbers
-        # numbers, as Lightning's broadcast would send a pickle
+        # the seed of rank 0, as two numbers
         high, low = map(int, self.communicator.gather([float(high), float(low)])[0].tolist())
         self._seed = (high << 32) + low
         devices = [self.root_device] if self.root_device.type == "cuda" else []

@@ -56,16 +56,16 @@ class GraphDataModule(OfLightning, pl.LightningDataModule):
     was made to the graph, such as a split that was drawn, is told once in a warning; :meth:`summary` lists all of them.
 
     Args:
-        dataset: The graph, by name or class path: a generator such as ``sbm``, a PyG dataset, by its class path or its
-            name in ``torch_geometric.datasets``, an OGB dataset such as ``ogbn-arxiv``, a data set of an installed
-            package, a folder of ``.npy`` arrays; or a PyG ``Data``.
+        dataset: The graph: a PyG ``Data``, a folder of ``.npy`` arrays, or the name of a generator (``sbm``), of a PyG
+            dataset (a class path, or a name in ``torch_geometric.datasets``), of an OGB dataset (``ogbn-arxiv``), or of
+            a data set of an installed package.
         dataset_args: Arguments of the dataset class or generator, such as ``{root: data, name: Cora}``.
         partitioner: Decides which rank owns which node, or edge: a name (``chunk``, ``hash``, ``metis``), a class path,
             or an instance. By default ``chunk``; ``libra`` for ``delayed``, ``hash`` for ``pushpull``.
         partitioner_args: Arguments of the partitioner when it is given by name.
-        num_parts: Number of parts; by default the number of ranks, or of parts in the ``store``. It may be larger if
-            the model's backend trains each part by itself (``replica``): parts are dealt to the ranks in turn, and a
-            rank holds one at a time. ``auto`` takes the fewest that fit the ranks' memory.
+        num_parts: Number of parts; by default the number of ranks. If the model's backend trains each part by itself
+            (``replica``), it may be larger, and is by default that of the ``store``: parts are dealt to the ranks in
+            turn, and a rank holds one at a time. ``auto`` takes the fewest that fit the ranks' memory.
         memory_gib: For ``num_parts=auto``: the memory of a rank; by default that of its GPU, or its share of the
             machine's.
         reserve: For ``num_parts=auto``: the share of that memory that is left to training (T / M in CATGNN, Sec. 3.2).
@@ -73,8 +73,8 @@ class GraphDataModule(OfLightning, pl.LightningDataModule):
         remove_duplicates: Merge parallel edges: weights are added, attributes averaged.
         remove_self_loops: Drop edges from a node to itself.
         float_features: Convert integer features of nodes and edges to float32; by default they stay integers.
-        float_labels: Labels are numbers to predict, even if all of them are whole (always for
-            :class:`~pygdist.lightning.NodeRegressor`); by default whole numbers become classes.
+        float_labels: Float labels are numbers to predict, even if all of them are whole (always for
+            :class:`~pygdist.lightning.NodeRegressor`); by default whole ones become classes.
         split: Shares of the labelled nodes for training, validation and test, in place of the dataset's own masks; a
             dataset without masks is split 50/25/25 by default.
         split_seed: Seed of the split, of nodes and of edges.
@@ -83,8 +83,8 @@ class GraphDataModule(OfLightning, pl.LightningDataModule):
             by default.
         num_classes: Number of classes; a label beyond it is an error. By default the largest label plus one.
         batches: Train in mini-batches, such as :class:`~pygdist.sampler.NeighborBatches`. They are for the backends
-            ``replica`` (of each part), ``pull`` and ``pushpull`` (across parts). By default each epoch trains on a
-            whole part.
+            ``replica`` (of each part), ``pull`` and ``pushpull`` (across parts), which need them. Without, each
+            epoch trains on a whole part.
         batch_seed: Seed of the mini-batches.
         num_workers: Processes of each rank that draw mini-batches ahead; 0 draws them when they are needed.
         store: A folder that ``pygdist partition`` wrote; then nothing is loaded or partitioned.
@@ -120,8 +120,8 @@ class GraphDataModule(OfLightning, pl.LightningDataModule):
         cache_dir: str | Path = CACHE,
     ) -> None:
         super().__init__()
-        self.backend: Backend | None = None  # whose parts are made without a trainer
-        self.model: nn.Module | None = None  # whose inputs they hold then
+        self.backend: Backend | None = None  # without a trainer, parts are made for this one
+        self.model: nn.Module | None = None  # without a trainer, parts hold the inputs of this one
         self.dataset, self.dataset_args = dataset, dict(dataset_args or {})
         self.partitioner, self.partitioner_args = partitioner, dict(partitioner_args or {})
         self.num_parts, self.memory_gib, self.reserve = num_parts, memory_gib, reserve
@@ -183,7 +183,7 @@ class GraphDataModule(OfLightning, pl.LightningDataModule):
 
     @property
     def shard(self) -> Shard:
-        """The rank's part, or the first of several, from :meth:`setup` on."""
+        """The rank's part, from :meth:`setup` on; of several, the one that is open."""
         if self._shard is None:
             raise RuntimeError("GraphDataModule.shard exists after setup()")
         return self._shard
@@ -208,12 +208,12 @@ class GraphDataModule(OfLightning, pl.LightningDataModule):
         float_labels = self.preprocessing["float_labels"] or getattr(self._module, "float_labels", False)
         names = [] if self._model is None else names_of_node_inputs(self._model)
         if names is None and (self._abilities.trains_parts or self._abilities.mini_batches):
-            names = []  # not to be had by batches
+            names = []  # batches and single parts have no further tensors of nodes
         return prepare(data, **{**self.preprocessing, "float_labels": float_labels}, node_inputs=names)
 
     @override
     def prepare_data(self) -> None:
-        """Load, preprocess, partition and write the store, unless the cache has it. Runs once on each machine."""
+        """Load and preprocess the graph, and partition it unless the cache has the parts; once on each machine."""
         self._error = self._meta = None
         if self.trainer is not None and self.trainer.world_size == 1 and (reason := read_only_folder(self.trainer)):
             raise InputError(reason)
@@ -292,7 +292,7 @@ class GraphDataModule(OfLightning, pl.LightningDataModule):
                 "needs a part; partition into more parts, or use fewer devices"
             )
         self._parts = list(range(rank, self.num_parts_in_all, world_size)) if several else [rank]
-        # of a store of the user's own any number of parts will do if a rank may have several
+        # a store that the user names may have any number of parts, if a rank may have several
         stated = None if several and self.store is not None and self.num_parts is None else self._num_parts()
         # again for every stage: a notebook that looked at part 0 forks into ranks with other parts
         shard: Shard
@@ -307,7 +307,7 @@ class GraphDataModule(OfLightning, pl.LightningDataModule):
         if self.edge_split is not None:
             if several:
                 raise InputError(
-                    "edge_split: the model's backend trains parts by themselves, whose degrees count all edges; use "
+                    "edge_split: the model's backend trains each part by itself, with degrees of all edges; use "
                     f"backend {names_of(lambda abilities: not abilities.trains_parts)}, or leave edge_split out"
                 )
             shard = hold_out(shard, self.edge_split, self.preprocessing["split_seed"])
@@ -366,7 +366,7 @@ class GraphDataModule(OfLightning, pl.LightningDataModule):
         return torch.device("cpu") if self._strategy is None else self._strategy.root_device
 
     def _fill_in_sizes(self) -> None:
-        """Done before callbacks are set up, as those that average weights then copy the model."""
+        """Fill in sizes of -1, before callbacks are set up: those that average weights then copy the model."""
         if self._module is not None and self._model is not None:
             refuse_known_layers(self._model)
             fill_in_sizes(self._model, self.shard)
@@ -427,7 +427,7 @@ class GraphDataModule(OfLightning, pl.LightningDataModule):
         if not self._abilities.trains_parts:
             if self.num_workers:
                 raise InputError("num_workers: batches are sampled by all ranks together, in a thread; leave it out")
-            if self._sampled is not None:  # of the epochs before, where loaders are made anew
+            if self._sampled is not None:  # that of an earlier epoch, if each has a new loader
                 self._sampled.release()
             module = self._module
             steps = module.backend.steps(self.shard, self.batches, module.model, seed=self.batch_seed)

@@ -92,7 +92,7 @@ class GraphModule(OfLightning, pl.LightningModule):
         self.lr, self.weight_decay = lr, weight_decay
         self.savings, self.exact_evaluation, self.check = savings, exact_evaluation, check
         self.detect_nan = detect_nan
-        self._is_share = False  # the loss of this step, of the mean over all ranks
+        self._is_share = False  # the loss of this step is this rank's share of a mean
         self._bound: Shard | None = None  # what the backend is bound to
         self._evaluation: WholeGraphEvaluation | None = None  # in progress, if the backend does not evaluate
         self._kept_evaluation: WholeGraphEvaluation | None = None  # used again by the next
@@ -124,7 +124,7 @@ class GraphModule(OfLightning, pl.LightningModule):
         self._check(data)
         # Lightning converts after it has loaded a checkpoint, so "64-true" would round what it loads
         self.trainer.precision_plugin.convert_module(self.model)
-        if not takes_data(self.model):  # which need not read them
+        if not takes_data(self.model):  # a model that takes Data need not read all tensors
             check_node_inputs([*node_inputs(self.model, data.shard)], self.backend)
         fill_in_sizes(self.model, data.shard)
         check_sizes(self.model)
@@ -149,7 +149,7 @@ class GraphModule(OfLightning, pl.LightningModule):
         undistribute(self.model)
 
     def _check(self, data: GraphDataModule) -> None:
-        """Refuse what would not train what it seems to."""
+        """Refuse options with which training would not do what they say."""
         check_callbacks(self.trainer)
         check_device(self.trainer.strategy.root_device)
         num_parts, world_size = data.num_parts_in_all, self.communicator.world_size
@@ -238,7 +238,7 @@ class GraphModule(OfLightning, pl.LightningModule):
     def evaluated(self, batch: Shard | PartBatch) -> tuple[Shard, Any]:
         """Return the part of the graph that this batch evaluates, and the model's outputs for its owned nodes.
 
-        If a rank runs several parts in turn, the output is on the CPU, mapped from a file.
+        In an evaluation on the whole graph with several parts for a rank, outputs are on the CPU, mapped from a file.
         """
         shard = batch.shard if isinstance(batch, PartBatch) else batch
         assert shard is not None, "no rank is idle in an evaluation"
@@ -401,7 +401,7 @@ class GraphModule(OfLightning, pl.LightningModule):
         return torch.stack(terms).sum()
 
     def scaled(self, total: Tensor, count: float, count_here: float) -> Tensor:
-        """Return this rank's loss from its terms' sum, the number of all ranks' terms, and that of its terms.
+        """Return this rank's loss: the sum ``total`` of its ``count_here`` terms, scaled; all ranks have ``count``.
 
         With weights, numbers are sums of weights.
         """
@@ -441,7 +441,7 @@ class GraphModule(OfLightning, pl.LightningModule):
 
 
 def _wrong_values(data: GraphDataModule) -> str:
-    """Return which file of this rank's parts holds values that make a loss NaN, and which; empty if none does."""
+    """Name a file of this rank's parts with values that make a loss NaN, and these values; empty if there is none."""
     for part in data.parts:
         try:
             check_values(data.meta, part, data.folder / f"part_{part}", largest=_LARGEST_VALUE)
@@ -453,8 +453,8 @@ def _wrong_values(data: GraphDataModule) -> str:
 class DoubleMetric(Metric):
     """A metric whose states stay in double precision.
 
-    torchmetrics forgets the type that was set when a metric is moved: an epoch after a resume would log other digits,
-    with ``bf16-true`` counts would stop at 256, and ranks without nodes would gather other types than those with some.
+    When a metric is moved, torchmetrics forgets the type that was set. Then an epoch after a resume logs other digits,
+    counts in ``bf16-true`` stop at 256, and ranks without nodes gather other types than those with some.
     """
 
     @override
@@ -470,7 +470,7 @@ class DoubleMetric(Metric):
 
 
 class Mean(DoubleMetric, MeanMetric):
-    """A mean in which NaN stays NaN: torchmetrics would leave it out, and wait for a GPU to tell."""
+    """A mean in which NaN stays NaN; torchmetrics leaves NaN out, and waits for the GPU to find it."""
 
     def __init__(self) -> None:
         super().__init__(nan_strategy=math.nan)

@@ -24,8 +24,8 @@ _LEAST_SPREAD = 1e-14  # standard deviation relative to the mean; what is below 
 class R2Score(DoubleMetric):
     """The coefficient of determination over all nodes of all ranks, averaged over targets.
 
-    torchmetrics' own sums squares, which cancel if targets lie far from 0, in float32, and takes a sum of squares below
-    1e-4 for 0. Here ranks merge means and squared deviations in float64. As in scikit-learn, a target that is the same
+    torchmetrics' own sums squares in float32, which cancel if targets lie far from 0, and counts a sum of squares below
+    1e-4 as 0. Here ranks merge means and squared deviations in float64. As in scikit-learn, a target that is the same
     for all nodes counts 1 if it is predicted exactly, else 0, and there is no score (NaN) of fewer than two nodes.
 
     Args:
@@ -85,8 +85,8 @@ class NodeRegressor(NodeModule):
     refused.
 
     Logs ``{train,val,test}_loss``, ``_r2`` and ``_mae`` over all labelled nodes of the whole graph, the same number on
-    all ranks. With several targets, these are means over targets. With mini-batches they are counted during the epoch,
-    while the model changes; with GraphSAINT's normalisation nodes count with their weights.
+    all ranks. With several targets, these are means over targets. With mini-batches, those of training are
+    counted during the epoch, while the model changes; with GraphSAINT's normalisation nodes count with their weights.
 
     A subclass with another loss overrides :meth:`node_losses`. A subclass for a model with several outputs (a tuple,
     list or dictionary) overrides :meth:`predictions`, and :meth:`node_losses` if the loss needs more than these.

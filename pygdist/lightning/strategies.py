@@ -55,11 +55,10 @@ from pygdist.routing.agreement import options_of_model
 
 log = logging.getLogger(__name__)
 
-# from messages of gloo and nccl when the other end is gone or silent
 # from DDP's message about parameters without gradient, and from Lightning's version of it
 _UNUSED_PARAMETERS = ("finished reduction in the prior iteration", "not used in producing the loss")
 _OVERFLOW = "without overflow"  # from torch's message on a number that a tensor's type cannot hold
-_LONGEST_S = 1e9  # torch and the system take seconds as whole numbers, in units down to nanoseconds
+_LONGEST_S = 1e9  # torch and the system count time in whole numbers, some of nanoseconds, which would overflow
 _SHORTEST_S = 0.1
 
 
@@ -184,7 +183,7 @@ class GraphDDPStrategy(OfLightning, DDPStrategy):
                 raise meeting.why_not_joined(error, self.global_rank, self._watchdog) from error
 
     def _meet(self) -> None:
-        """Begin a run: heartbeats from now on, until all ranks have begun the same one."""
+        """Begin a run: start heartbeats, and wait until all ranks have begun the same run."""
         assert self.cluster_environment is not None
         store, limit_s = None, self._lost_after_s
         signals.follow_parent(limit_s)
@@ -480,7 +479,7 @@ class GraphDDPStrategy(OfLightning, DDPStrategy):
 
 
 def _of_all_ranks(error: BaseException) -> bool:
-    """True for an error that all ranks raise alike, in order."""
+    """True for an error that all ranks raise alike."""
     return isinstance(error, InputError) and not error.of_one_rank
 
 

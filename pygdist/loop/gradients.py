@@ -37,15 +37,15 @@ _ASKED = (
     "whole gradient: use backward(), or average the shares"
 )
 _PASSED_ON = (
-    "a backward pass without a mean of graph.mean_loss, after inputs got gradients of such a mean: if these gradients "
-    "begin the pass, as in z.backward(rows.grad), multiply them by graph.num_ranks, since those of parameters are "
-    "averaged over processes"
+    "a backward pass begins without a graph.mean_loss, after inputs got gradients of one. Gradients of parameters are "
+    "averaged over processes: if the pass begins with gradients of inputs, as in z.backward(rows.grad), multiply these "
+    "by graph.num_ranks"
 )
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """A parameter, which lives as long as the loop has it."""
+    """A parameter, held weakly: it lives as long as the loop has it."""
 
     reference: TensorWeakRef
     form: Tensor  # on the device "meta"
@@ -79,11 +79,11 @@ class AveragedGradients:
 
     Gradients of several passes add up as on one process: averages of earlier passes are equal on all ranks, so the
     average of a sum keeps them. A parameter that a rank does not reach counts as zeros there. All ranks make the same
-    number of passes. A pass that fails, fails on all ranks, and leaves what it has added so far, as on one process; the
-    next pass averages the sum.
+    number of passes. A pass that fails must fail on all ranks. What it has added to gradients stays, as on one process;
+    the next pass averages the sum.
 
-    At the end of a pass all ranks say which parameters they have reached. Then the gradients of these travel. If the
-    pass has a mean over the graph, a rank says so even if it has reached none.
+    At the end of a pass all ranks say which parameters they have reached. Then the gradients of these travel. In a pass
+    of a mean over the graph, a rank takes part in this exchange even if it has reached no parameter.
 
     Ranks step their optimizers by themselves. In the second, fourth, eighth, ... pass they compare the parameters: if
     learning rates differed, parameters would drift apart in silence.
@@ -105,8 +105,8 @@ class AveragedGradients:
         self._numbers = WeakIdKeyDictionary()  # of parameters
         self._last_number = 0
         self._reached = set[int]()  # numbers of parameters, since the last average
-        # Autograd numbers backward passes. Those that have begun, and the last that had a mean over the graph, that
-        # got to a parameter, and that added to a gradient.
+        # autograd's numbers of backward passes: those that have begun, the last with a mean over the graph, the last
+        # that got to a parameter, the last that added to a gradient
         self._begun, self._had_mean, self._got_to, self._added = set[int](), -1, -1, -1
         self._passes, self._told = 0, set[str]()
 
@@ -117,7 +117,7 @@ class AveragedGradients:
         return AddedModel(self, model)
 
     def remove(self, model: nn.Module) -> None:
-        """Leave a model alone from now on, but for parameters of other models."""
+        """Leave a model alone from now on, except for parameters that it shares with other models."""
         self._models.pop(model, None)
         kept = {id(one) for other in self._models for one in other.parameters()}
         for one in model.parameters():
@@ -155,7 +155,7 @@ class AveragedGradients:
         self._entries[number] = _Entry(TensorWeakRef(parameter), form, hooks)
 
     def begin_loss(self) -> None:
-        """Look at all models, which may be called past their ``forward``: a loss of the graph is made."""
+        """Look at all models, before a loss of the graph: one that is called past its ``forward`` has run no hook."""
         self.scaled = True
         for model in list(self._models):
             self.look_at(model)
@@ -185,7 +185,7 @@ class AveragedGradients:
         self._added = torch._C._current_graph_task_id()
 
     def _end(self, number: int) -> None:
-        """Average the gradients; passes inside of this one (reentrant checkpoints), of larger numbers, leave theirs."""
+        """Average the gradients; a pass inside of another (a reentrant checkpoint) leaves that to the outer one."""
         self._begun.discard(number)
         if self._begun and torch._C._current_autograd_node() is not None:
             return  # the pass around this one averages

@@ -52,8 +52,8 @@ class WholeInputs:
     Args:
         gradients: Averages the gradients of models.
         num_ranks: Number of ranks.
-        num_rows: Numbers of rows of tensors of this rank's nodes and of its edges. Inputs that depend on other tensors,
-            of which each rank has a copy, are warned of.
+        num_rows: Sizes of tensors with a row for each node, or each edge, of this rank. A tensor of another size is
+            taken for a copy that each rank has; inputs that depend on one are warned of.
     """
 
     def __init__(self, gradients: AveragedGradients, num_ranks: int, num_rows: tuple[int, ...]) -> None:
@@ -62,7 +62,7 @@ class WholeInputs:
         self._seen = WeakIdKeyDictionary()  # leaves of inputs, in forward passes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WholeInputs:
-        return self  # a copy of a model has parameters of its own
+        return self  # which knows the parameters of the model itself; those of a copy are not averaged
 
     def __reduce__(self) -> Any:
         return _LeftInputs, ()
@@ -73,7 +73,7 @@ class WholeInputs:
         return mapped(model.forward, args, kwargs, self._whole)
 
     def look_at_loss(self, loss: Tensor) -> None:
-        """Warn, now and then, of leaves that reach a loss beside all models."""
+        """Warn of a leaf of a loss that is neither a parameter nor an input of a model; look at a few losses."""
         if self.num_ranks == 1 or not loss.requires_grad:
             return
         self._looks += 1
@@ -107,14 +107,14 @@ class WholeInputs:
 
 
 class _LeftInputs:
-    """Stands for the hook in a model of another process: nothing is averaged there."""
+    """Stands for the hook in an unpickled model: nothing is averaged there."""
 
     def __call__(self, *_: Any) -> None:
         return None
 
 
 def _leaves(value: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors without history that a tensor was computed from; inputs of the caller's own aside."""
+    """Yield the leaves from which a tensor was computed, but none behind inputs of the caller's own."""
     if value.grad_fn is None:
         yield value
     nodes, seen = [value.grad_fn], set[Any]()

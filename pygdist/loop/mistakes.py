@@ -14,13 +14,14 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], obje
 
 
 def tell_in_one_line(communicator: Communicator | None) -> Hook:
-    """Let an :class:`~pygdist.InputError` that nobody catches end this process in one line, as all others end alike.
+    """Let an :class:`~pygdist.InputError` that nobody catches end this process in one line, without a traceback.
 
     Args:
         communicator: Is closed before the end; ``None`` if there is none yet.
 
     Returns:
-        The ``sys.excepthook`` of before, which still gets all other errors, and all at a prompt, which goes on.
+        The ``sys.excepthook`` of before. It still gets all other errors; at a prompt it gets every error, and the
+        prompt goes on.
     """
     before = sys.excepthook
 

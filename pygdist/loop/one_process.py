@@ -41,11 +41,12 @@ _CODE = ("forward", "message", "message_and_aggregate", "aggregate", "update", "
 def accelerate(model: nn.Module, data: Data) -> nn.Module:
     """Let the layers of ``model`` run on pygdist's kernels on one process, in place; the script stays as it is.
 
-    The model is called as before and returns what it returned. PyG's layers that get ``data.edge_index`` are
-    computed by sparse products and fused attention; PyG itself makes a row for each edge. Calls with other edges (a
-    mini-batch, a subset, ``adj_t``), and calls with hooks or an explainer on messages, run as in plain PyG; the first
-    of each kind warns. Layers of your own, and layers that pygdist does not support, run as in plain PyG too;
-    ``accelerate`` names them in a warning. :func:`~pygdist.undistribute` takes it back.
+    The model is called as before and returns what it returned. PyG's layers that get ``data.edge_index`` are computed
+    by sparse products and fused attention; PyG itself makes a row for each edge. Calls with other edges (a mini-batch,
+    a subset, ``adj_t``), and calls with hooks or an explainer on messages, run as in plain PyG; the first of each kind
+    warns. A layer with ``cached=True`` that has run on the graph refuses other edges. Layers of your own, and layers
+    that pygdist does not support, run as in plain PyG too; ``accelerate`` names them in a warning.
+    :func:`~pygdist.undistribute` takes it back.
 
     Args:
         model: Any module that contains PyG layers. Parameters and ``state_dict`` keys do not change.
@@ -106,7 +107,7 @@ class OneProcess(CommBackend):
     ) -> Any:
         call, graph = types.MethodType(forward, layer), self.graph
         values = named_values(call, args, kwargs)
-        if any(isinstance(one, Adjacency) for _, one in values):  # of the layer in which this one is
+        if any(isinstance(one, Adjacency) for _, one in values):  # the layer runs inside of another, which got them
             return super().run_layer(layer, forward, args, kwargs)
         with _ONE_AT_A_TIME:
             edges = [] if graph is None else graph.edges_among(values)
@@ -143,7 +144,7 @@ class OneProcess(CommBackend):
 
 
 def _is_pygs(layer: MessagePassing) -> bool:
-    """True if a layer's hops are code of PyG and torch: that of a user may know edges by their order."""
+    """True if a layer's hops are code of PyG and torch; a user's code may know edges by their order."""
     cls = own_class(layer)
     written = (written_hop(cls, name) for name in ("propagate", "edge_updater"))
     code = [*(getattr(cls, name) for name in _CODE), *written, *(own_class(one) for one in _of_hops(layer))]
@@ -164,7 +165,7 @@ def _is_looked_at(layer: MessagePassing) -> bool:
 
 
 def _in_pyg(hop: Hop) -> Tensor:
-    """Run a hop over edges that are not the graph's by PyG's code."""
+    """Run a hop by PyG's code, as its edges are not those of the graph."""
     with with_own_classes(hop.layer):
         out: Tensor = getattr(hop.layer, hop.name)(hop.edge_index, size=hop.size, **hop.arguments)
         return out
@@ -244,12 +245,12 @@ class _Graph:
                 )
             sparse = any("sparse" in type(one).__name__.lower() or _is_sparse(one) for _, one in values)
             hint = "; call the model with data.edge_index, not with a sparse adjacency" if sparse else ""
-            return f"its edges are not those for which the model was accelerated, as may be those of others{hint}"
+            return f"its edges are not those for which the model was accelerated{hint}"
         unknown = next((name for name, one in values if isinstance(one, Tensor) and name not in _KNOWN), None)
         if unknown is not None:
             return f"it gets {unknown}, and nothing says if that is in the order of the edges"
         if not all(_has_rows(layer, name, one, self._num_nodes) for name, one in values):
-            return "x has not one row for each node of the data, or a size is given"
+            return "x does not have one row for each node of the data, or a size is given"
         if layer not in self._cached and any(getattr(layer, name, None) is not None for name in CACHES):
             return "it has cached other edges"
         return "hooks, an explainer or methods of its own see its messages" if _is_looked_at(layer) else None
@@ -287,7 +288,7 @@ class _Graph:
             return value
         if not fixable(value):
             return value.index_select(0, perm)
-        # the same object again for the same values, by which results are kept
+        # the same values give the same object again: kept results are found by it
         return self._sorted.get(identity_of(value), (value,), lambda: value.index_select(0, perm))
 
     def returned(self, out: Any) -> Any:
@@ -304,7 +305,8 @@ class _Graph:
     def _with_loops(self, made: Adjacency) -> tuple[Tensor | None, Tensor | None]:
         """Return the edges that a layer has made, in PyG's order, and the place of each in ``made``.
 
-        PyG removes self-loops and appends one for each node. Other edges are left as they are: ``None``.
+        PyG removes self-loops and appends one for each node. If the layer made other edges, both are ``None``, and they
+        stay as they are.
         """
         edges, mine = self._edges, plain(made)
         loop, kept = mine[0] == mine[1], edges[0] != edges[1]

@@ -55,9 +55,9 @@ class Failure:
         line: Type and message of the error.
         trace: The traceback, from the called function on.
         kind: A *mistake* is an :class:`~pygdist.InputError`, *refused* what the machine refused, *ended* the end of the
-            process, *late* that others had not answered in time.
+            process, *late* that the process had not answered in time; an *error* is any other.
         follows: Says how likely another rank's failure has caused this one: 0, it has its own cause; 1, the process
-            ended with an exit code, as the watchdog ends it; 2, the rank has lost another; 3, it still worked.
+            ended with an exit code, as the watchdog ends it; 2, the rank has lost another; 3, it was at work.
     """
 
     line: str
@@ -74,7 +74,7 @@ class RankProcesses:
         preload: A module that the processes import first, with the functions that jobs call.
         imports_main: Processes import the script that started them, whose functions they then find by name. Otherwise
             functions of the script must be sent whole (:data:`CAN_SEND_CODE`).
-        late_s: Seconds that the others have to answer once one has failed.
+        late_s: Once a rank has failed, seconds without an answer or a printed line after which the others are killed.
     """
 
     def __init__(self, size: int, *, preload: str, imports_main: bool, late_s: float) -> None:
@@ -121,11 +121,12 @@ class RankProcesses:
     ) -> list[Any]:
         """Let each process do its job (:func:`job`), and return the results or :class:`Failure` of all, in order.
 
-        Processes that are interrupted, or do not answer in time, are killed, and so are the others.
+        If the call is interrupted, or a process does not answer in time, all processes are killed.
 
         Args:
             jobs: One for each process.
-            timeout_s: Seconds after which a call counts as hung; any number by default.
+            timeout_s: Seconds without an answer or a printed line after which a call counts as hung; no limit by
+                default.
             show: Takes the lines that processes print (:func:`print_through`).
         """
         answers: dict[int, Any] = {}
@@ -145,7 +146,7 @@ class RankProcesses:
     def _collect(
         self, answers: dict[int, Any], number: int, timeout_s: float | None, show: Callable[[int, str], None] | None
     ) -> bool:
-        """Take what has arrived; false if nothing has in time, and nothing will."""
+        """Take what has arrived; if nothing arrives in time, kill all processes and return false."""
         waiting: dict[Any, int] = {self._pipes[rank]: rank for rank in range(number) if rank not in answers}
         late = sorted(waiting.values())
         # a process that has ended may have left others, which hold its pipe open
@@ -160,7 +161,7 @@ class RankProcesses:
                 show(rank, f"{failure.line} (the ranks still at work, {late}, are ended in {more_s:g} s)")
             ready = wait(list(waiting), timeout=more_s)
         if not ready:
-            # they are stopped in the same call
+            # after a failure the others wait in the call that the failed rank has left: their stacks say nothing new
             stacks = "" if failed else "\n".join(f"rank {rank}:\n{self._stacks(rank)}" for rank in late)
             self.close()
             line = f"no answer within {limit_s:g} s from ranks {late}"
@@ -219,7 +220,7 @@ def job(function: Callable[..., Any], *args: Any) -> bytes:
 
 
 def first_failure(answers: list[Any]) -> tuple[int, Failure] | None:
-    """Return the rank that failed first, and how; ranks that lost their neighbour say less."""
+    """Return the rank whose failure most likely caused the others, and this failure; ``None`` without one."""
     failed = [(rank, one) for rank, one in enumerate(answers) if isinstance(one, Failure)]
     if refused := next((pair for pair in failed if pair[1].kind == "refused"), None):
         return refused

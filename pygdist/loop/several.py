@@ -66,7 +66,7 @@ def open_graph(
         partitioner: Decides which process owns which node; by default that of the backend.
         device: Device of the part. By default the GPU of this process (``LOCAL_RANK``), if the machine has as many
             GPUs as processes, else the CPU. Rows of processes that share a GPU travel through the host.
-        float_labels: Labels are numbers to predict, even if all are whole; by default whole numbers are classes.
+        float_labels: Float labels are numbers to predict, even if all are whole; by default whole ones are classes.
         cache_dir: Folder of the partitioned graphs.
 
     Raises:
@@ -213,7 +213,7 @@ class OpenGraph:
                 loss of each node. Class weights (``weight`` of a module) count as in torch's mean.
             output: Output of the model, a row for each node, ``(n, ...)``; or a row for each labelled thing of another
                 kind, such as a pair of nodes. Outputs ``(n,)`` fit labels ``(n, 1)``.
-            target: The labels, ``(n, ...)``; nodes with label -1 or NaN do not count.
+            target: The labels, ``(n, ...)``; nodes with class -1 or a NaN do not count.
             mask: The nodes that count, ``(n,)`` bool; all by default.
 
         Raises:
@@ -228,7 +228,7 @@ class OpenGraph:
         rows = labelled_rows(target, every)
         labels, outputs = target.index_select(0, rows), output.index_select(0, rows)
         if labels.shape[1:] == (1,) and outputs.dim() == 1:
-            labels = labels.squeeze(1)  # torch would take each with each
+            labels = labels.squeeze(1)  # torch would broadcast them to (n, n)
         values = _by_node(loss)(outputs, labels)
         wrong = values.shape not in (rows.shape, labels.shape, outputs.shape)
         self._inputs.look_at_loss(values)
@@ -248,7 +248,7 @@ class OpenGraph:
         return mean
 
     def mean(self, values: Tensor, mask: Tensor | None = None) -> float:
-        """Return the mean of a node's number over all nodes of the graph, the same on every process.
+        """Return the mean of a value of each node over all nodes of the graph, the same on every process.
 
         Args:
             values: A number or truth for each of this process's nodes, ``(n,)``.
@@ -277,8 +277,8 @@ class OpenGraph:
             The rows, ``(*ids.shape, ...)``.
 
         Raises:
-            InputError: On all processes, if an id is no node of the graph, or ``rows`` has not one row for
-                each of this process's nodes.
+            InputError: On all processes, if an id is no node of the graph, or ``rows`` does not have one row
+                for each of this process's nodes.
 
         Example:
             >>> z = model(graph.x, graph.edge_index)

@@ -1,4 +1,4 @@
-"""Ranks for a notebook: processes that start once, run functions of its cells, and keep what these leave with them.
+"""Ranks for a notebook: processes that start once, run functions of its cells, and keep what the functions keep.
 
 The notebook's own process is never forked and joins no group, so its threads and GPUs stay as they are.
 """
@@ -164,11 +164,11 @@ class Workers:
             raise
 
     def _checked(self, answers: list[Any]) -> list[Any]:
-        """Return the results of all ranks, or raise the error of the one that failed first."""
+        """Return the results of all ranks, or raise the error that most likely caused the others."""
         if (failed := first_failure(answers)) is None:
             return answers
         rank, failure = failed
-        # all ranks raise a mistake or none, but those that are told of it raise it elsewhere, with the rank's name
+        # a mistake counts as alike: all ranks raise it, but those that are told of it do so elsewhere in the code
         alike = all(
             isinstance(one, Failure) and (one.trace == failure.trace or one.kind == failure.kind == "mistake")
             for one in answers

@@ -40,8 +40,8 @@ class Partitioner(ABC):
     """Assigns every node to a part.
 
     To write one, subclass this (a frozen dataclass is the shortest way), set ``name`` and write :meth:`assign`. The
-    result must depend on the arguments and the edges only: it is the same on every machine, in every run, for any size
-    of chunks.
+    result depends only on the arguments, the number of parts and the edges: it is the same on every machine, in every
+    run, however many edges the stream yields at a time.
 
     Attributes:
         name: The name for users; registered when the class is defined. A class without one is used by its path.

@@ -340,7 +340,7 @@ def _transformed(loop: _Loop, by: str) -> None:
 
 
 SAID = {
-    "cut by detach": (_cut_by_detach, "as in z.backward(rows.grad), multiply them by graph.num_ranks"),
+    "cut by detach": (_cut_by_detach, "as in z.backward(rows.grad), multiply these by graph.num_ranks"),
     "reentrant head": (_reentrant_head, "use checkpoint(..., use_reentrant=False), or checkpoint inside of the model"),
     "reentrant model": (
         _reentrant_model,
