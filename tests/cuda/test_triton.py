@@ -23,10 +23,16 @@ from tests.kernels.oracle import random_csr
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
+#: Every graph in float64, every dtype on one graph: the interpreter takes minutes. A GPU runs them all.
+_IN_THE_INTERPRETER = [
+    (graph, dtype) for graph in GRAPHS for dtype in TOLERANCE if dtype == torch.float64 or graph == "skewed"
+]
+
+
 def _errors() -> dict[str, float]:
     found = {}
     with emulated_gpu(triton="runs"):
-        for kernel, graph, dtype in itertools.product(KERNELS, GRAPHS, TOLERANCE):
+        for kernel, (graph, dtype) in itertools.product(KERNELS, _IN_THE_INTERPRETER):
             error = largest_error(kernel, graph, dtype, wide=dtype == torch.float64)
             found[f"{kernel}, {graph}, {dtype}"] = error / TOLERANCE[dtype]
     return found
@@ -34,7 +40,7 @@ def _errors() -> dict[str, float]:
 
 def test_kernels_in_the_interpreter(gpu: EmulatedProcess) -> None:
     errors = gpu.run(_errors)
-    assert len(errors) == len(KERNELS) * len(GRAPHS) * len(TOLERANCE)
+    assert len(errors) == len(KERNELS) * len(_IN_THE_INTERPRETER)
     assert {name: error for name, error in errors.items() if not error <= 1} == {}
 
 

@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import pkgutil
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +36,9 @@ def _command_of_make() -> list[str]:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("site")
+    folder, built = tmp_path_factory.mktemp("site"), ROOT / "build" / "docs"
+    if (built / ".doctrees").exists():  # then pages that have not changed since are not built again
+        shutil.copytree(built, folder, dirs_exist_ok=True)
     words = [str(folder) if word == "build/docs" else word for word in _command_of_make()]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
     words += ["-d", str(folder / ".doctrees")]
