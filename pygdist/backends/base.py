@@ -352,7 +352,7 @@ class Backend(ABC):
 
     @property
     def splits_nodes(self) -> bool:
-        """True if several parts hold in-edges of one node: sums over its in-edges are added up over parts."""
+        """True if several parts hold in-edges of one node, so sums over its in-edges are added up over parts."""
         return self.abilities.placement == "edges"
 
     @property
