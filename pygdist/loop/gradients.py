@@ -53,8 +53,8 @@ class _Entry:
 
     @property
     def parameter(self) -> Tensor | None:
-        found: Tensor | None = self.reference()
-        return found
+        parameter: Tensor | None = self.reference()
+        return parameter
 
     @property
     def like(self) -> Tensor:
@@ -119,9 +119,9 @@ class AveragedGradients:
     def remove(self, model: nn.Module) -> None:
         """Leave a model alone from now on, except for parameters that it shares with other models."""
         self._models.pop(model, None)
-        kept = {id(one) for other in self._models for one in other.parameters()}
+        of_others = {id(one) for other in self._models for one in other.parameters()}
         for one in model.parameters():
-            if id(one) in kept:
+            if id(one) in of_others:
                 continue
             self._of_models.pop(one, None)
             if one in self._numbers:
@@ -195,11 +195,12 @@ class AveragedGradients:
         if self._got_to >= number and not adds:  # torch.autograd.grad adds to no gradient
             self._tell(_ASKED)
         with torch.no_grad():
-            if numbers := self._reached_somewhere():
-                self._average_all(numbers, has_mean)
+            reached, living = self._agree()
+            if reached:
+                self._average_all(reached, living, has_mean)
 
-    def _reached_somewhere(self) -> list[int]:
-        """Return the numbers of parameters that some rank has reached; forget those that live on no rank.
+    def _agree(self) -> tuple[list[_Entry], list[_Entry]]:
+        """Return the parameters that some rank has reached, and those that live on all; forget those that live on none.
 
         Raises:
             InputError: On all ranks, if a gradient of some rank has a graph.
@@ -221,20 +222,20 @@ class AveragedGradients:
         for (number, _), flag in zip(entries, found, strict=True):
             if flag == 0:
                 del self._entries[number]
-        return [number for (number, _), flag in zip(entries, found, strict=True) if flag >= more]
+        reached = [entry for (_, entry), flag in zip(entries, found, strict=True) if flag >= more]
+        return reached, [entry for (_, entry), flag in zip(entries, found, strict=True) if flag % more == more - 1]
 
-    def _average_all(self, numbers: list[int], has_mean: bool) -> None:
+    def _average_all(self, reached: list[_Entry], living: list[_Entry], has_mean: bool) -> None:
         if self.has_inputs and not has_mean:
             self._tell(_PASSED_ON)
         self._passes += 1
         if self._passes == 1 and not self.scaled:
             warnings.warn(_UNSCALED, stacklevel=2)
         self._communicator.epoch += 1
-        entries = [self._entries[number] for number in numbers]
-        if self._passes > 1 and self._passes.bit_count() == 1:
-            self._compare([one for entry in entries if (one := entry.parameter) is not None])
-        for dtype in dict.fromkeys(entry.like.dtype for entry in entries):
-            self._average([entry for entry in entries if entry.like.dtype == dtype])
+        if living and self._passes > 1 and self._passes.bit_count() == 1:  # not those reached alone: models take turns
+            self._compare([entry.like for entry in living])
+        for dtype in dict.fromkeys(entry.like.dtype for entry in reached):
+            self._average([entry for entry in reached if entry.like.dtype == dtype])
 
     def _average(self, entries: list[_Entry]) -> None:
         """Send the gradients of a dtype at once."""

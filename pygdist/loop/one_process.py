@@ -110,7 +110,7 @@ class OneProcess(CommBackend):
         if any(isinstance(one, Adjacency) for _, one in values):  # the layer runs inside of another, which got them
             return super().run_layer(layer, forward, args, kwargs)
         with _ONE_AT_A_TIME:
-            edges = [] if graph is None else graph.edges_among(values)
+            edges = [] if graph is None else graph.own_edges(values)
             if graph is None or graph.leaves(layer, values, edges):
                 with with_own_classes(layer):
                     return layer.forward(*args, **kwargs)
@@ -218,7 +218,7 @@ class _Graph:
             num_classes=0, multi_label=False, counts=dict.fromkeys(MASKS, 0), **dict.fromkeys(MASKS),
         )  # fmt: skip
 
-    def edges_among(self, values: list[tuple[str, Any]]) -> list[Tensor]:
+    def own_edges(self, values: list[tuple[str, Any]]) -> list[Tensor]:
         """Return those arguments of a call that are the graph's edges."""
         return [] if is_transformed() else [one for _, one in values if self._are_edges(one)]
 

@@ -214,7 +214,7 @@ def _pass_inside_on_one_process(loop: _Loop) -> list[Tensor]:
 
 
 def _reached_by_one_process(loop: _Loop) -> list[Tensor]:
-    """One process reaches a second model, and that one first."""
+    """One process alone reaches a second model."""
     model, second = loop.model(), loop.distribute(nn.Linear(12, 4).double())
     for _ in range(2):
         out, more = model(loop.x, loop.edge_index), second(loop.x)

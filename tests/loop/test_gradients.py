@@ -274,6 +274,30 @@ def test_parameters_that_drift_apart_are_refused(
             assert (step, said) == (10, "")
 
 
+def _in_turns(rank: int, num_ranks: int, folder: str) -> tuple[int, str]:
+    """Two models train in turn; one process has another learning rate for the first."""
+    graph = open_graph(masked_graph, cache_dir=folder)
+    models = [graph.distribute(GCN(12, 8, num_layers=2, out_channels=4).double()) for _ in range(2)]
+    rates = 0.01 + 0.001 * (rank == num_ranks - 1), 0.01
+    optimizers = [torch.optim.Adam(model.parameters(), lr=rate) for model, rate in zip(models, rates, strict=True)]
+    for step in range(10):
+        model, optimizer = models[step % 2], optimizers[step % 2]
+        optimizer.zero_grad()
+        loss = graph.mean_loss(F.cross_entropy, model(graph.x, graph.edge_index), graph.y, graph.train_mask)
+        try:
+            loss.backward()
+        except InputError as error:
+            return step, str(error)
+        optimizer.step()
+    return 10, ""
+
+
+def test_models_that_train_in_turn_are_compared(pool: RankPool, tmp_path: Path) -> None:
+    for step, said in pool.run(_in_turns, 3, str(tmp_path)):
+        assert step == 1
+        assert said.startswith("the parameters of rank 2 differ from those of rank 0 after the first backward pass")
+
+
 def _without_mean_loss(rank: int, num_ranks: int, folder: str, divides: bool) -> tuple[int, str]:
     graph = open_graph(masked_graph, cache_dir=folder)
     model = graph.distribute(GCN(12, 8, num_layers=2, out_channels=4).double())
