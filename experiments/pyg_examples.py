@@ -9,7 +9,8 @@ how each model is made and called.
 
 Every model runs on a graph with nodes without edges and parts of several sizes: on one process with plain PyG, then on
 pygdist with one rank, and with two on each backend; two passes in training, a backward pass, an evaluation, in float64
-and without dropout. Models are checked before their first pass, as those of users are. Verdicts:
+and without dropout (other random numbers of torch are constants). Models are checked before their first pass, as those
+of users are. Verdicts:
 
 - ``exact``: outputs, loss, gradients and buffers differ by at most 1e-10 from those of plain PyG.
 - ``refused``: pygdist raised an ``InputError``; the column ``reason`` holds it.
@@ -57,9 +58,9 @@ from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Shard, write_store
 from pygdist.hops.arguments import tensors_of
+from pygdist.hops.draws import without_randomness
 from pygdist.nn.norms import GLOBAL_NORMS
 from pygdist.routing import distribute
-from pygdist.routing.runs import without_dropout
 from pygdist.testing import RankPool, random_graph
 from pygdist.testing.exactness import Step, largest_differences
 from pygdist.testing.ranks import RankError
@@ -232,7 +233,7 @@ def _step(
         assert all(len(one) == len(rows) for one in of_rows), "an output has other rows than the rank's own"
         return torch.cat([one.flatten(1) for one in of_rows], 1), others
 
-    with without_dropout():
+    with without_randomness():
         model.train(not case.draws)
         run(True)
         out, others = run(True)

@@ -1,24 +1,24 @@
 """Distributed training of unmodified PyTorch Geometric models on graphs that outgrow one machine.
 
-A layer asks for its neighbours in ``propagate``; a backend decides how they arrive. The words of the code:
+A layer asks for its neighbours' rows in ``propagate``; a backend decides how the rows arrive. The words of the code:
 
 ============ ===========================================================================================
-part         A rank's share of the graph; a *shard* is a part in memory, as a backend takes it.
-owned node   A node whose output and loss this rank computes. One rank owns it.
-halo row     A copy of another rank's node, refreshed by communication.
-replica      A copy of another rank's node, computed locally, again.
+part         A rank's share of the graph. A *shard* is a part in memory; backends take shards.
+owned node   A node whose output and loss this rank computes. Each node has one owner.
+halo row     A copy of the row of another rank's node, fetched from the owner.
+replica      A copy of another rank's node, whose row this rank computes itself.
 split node   A node that a vertex cut puts in several parts.
-hop          One call of ``propagate``, with the call of ``edge_updater`` before it, if there is one.
+hop          One call of ``propagate``. A ``Hop`` stands for it, or for the call of ``edge_updater`` before it.
 pass         One run of the model: on the part, on a few nodes (a rehearsal), on a mini-batch, or on slices.
-exchange     Rows or columns leave their owners; gradients come back.
-source group The edges whose sources one rank sends (NeutronStar calls it a chunk).
+exchange     Ranks send each other rows or columns; in the backward pass gradients go the other way.
+source group The edges whose sources one rank sends (a chunk of NeutronStar).
 chunk        Some destinations with all their in-edges (NeutronTP).
 slice        Some columns of all rows.
 block        Some destinations of a hop, computed together on one rank.
 piece        Rows that arrive together.
 ============ ===========================================================================================
 
-Importing ``pygdist`` is fast: torch, PyTorch Geometric and Lightning are imported when a name that needs them is used.
+Importing ``pygdist`` is fast: torch, PyTorch Geometric and Lightning are imported only when a name needs them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The errors that pygdist raises on purpose: a mistake in the input, what the machine refuses, and a lost rank.
+"""The errors that pygdist raises on purpose: a mistake in the input, a refusal of the machine, and a lost rank.
 
 The command line prints each as one line on standard error (:mod:`pygdist.cli`).
 """
@@ -13,14 +13,14 @@ from collections.abc import Iterable
 class InputError(ValueError):
     """A mistake in the user's input. The message names the file, field, option or layer, and says what to do.
 
-    The command line prints only the message and exits with status 2. Without ``of_one_rank``, raise it on all ranks or
-    on none, so that no rank waits for one that has left (:meth:`pygdist.comm.Communicator.agree`); rank 0 then prints
-    it for all.
+    The command line prints only the message and exits with status 2. Without ``of_one_rank``, raise the error on all
+    ranks or on none, so that no rank waits for one that has left (:meth:`pygdist.comm.Communicator.agree`). Rank 0 then
+    prints the message.
 
     Args:
         message: One line.
-        of_one_rank: The mistake is in data that only this rank holds, and the other ranks do not know of it. This rank
-            prints the message, whatever its number; the message should name the rank.
+        of_one_rank: True if the mistake is in data that only this rank holds, and the other ranks do not know of the
+            mistake. This rank then prints the message, whatever its number; the message should name the rank.
     """
 
     def __init__(self, message: str, *, of_one_rank: bool = False) -> None:
@@ -31,8 +31,8 @@ class InputError(ValueError):
 class RefusedError(InputError):
     """The machine refuses what a command needs: room on a disk, a file, memory (:mod:`pygdist.memory.limits`).
 
-    Only one rank has this error, and it prints the message. The other ranks lose that rank and end with the same exit
-    code.
+    Only one rank has this error, and this rank prints the message. The other ranks lose that rank and end with the same
+    exit code.
     """
 
     def __init__(self, message: str) -> None:
@@ -40,11 +40,11 @@ class RefusedError(InputError):
 
 
 class UnequalRanksError(InputError, RuntimeError):
-    """The ranks make different calls, so numbers would be wrong or ranks would wait for ever; all ranks raise it."""
+    """The ranks make different calls, so results would be wrong or ranks would wait for ever. All ranks raise it."""
 
 
 class LostRankError(RuntimeError):
-    """Another rank died, left, or did not answer in time. The message names the rank, the epoch and the exchange."""
+    """Another rank died, left, or did not answer in time. The message names that rank, and what this one waited in."""
 
 
 class SignalError(SystemExit):
@@ -66,13 +66,13 @@ class SignalError(SystemExit):
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """Return "; did you mean 'fit'?" for an error message, or nothing if no word is near."""
+    """Return text such as "; did you mean 'fit'?" for an error message, empty if no word is similar."""
     similar = difflib.get_close_matches(word, list(words), n=1)
     return f"; did you mean '{similar[0]}'?" if similar else ""
 
 
 def is_first_rank() -> bool:
-    """Tell if this process reports what every rank finds: the first one does, whoever started the ranks."""
+    """Tell if this process is the first rank by any launcher's variables; it reports what all ranks find."""
     numbers = (os.environ.get(name, "0") for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
     return not any(number.isdecimal() and int(number) for number in numbers)
 
@@ -83,7 +83,7 @@ def needs(what: str, package: str, extra: str) -> InputError:
 
 
 def pyg_wheels(*packages: str) -> str:
-    """Return the command that installs packages of PyG that are on no index, built for the torch that is installed."""
+    """Return the command that installs PyG's compiled packages, such as ``pyg_lib``, for the installed torch."""
     import torch
 
     return f"pip install {' '.join(packages)} -f https://data.pyg.org/whl/torch-{torch.__version__}.html"

@@ -35,7 +35,7 @@ _MEMORY, _ROOM_BYTES = "/dev/shm", 4 * 2**30
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Every combination of the exactness suite on demand: all of them take half an hour."""
+    """Combinations that are left out otherwise (:mod:`tests.turns`), on demand; all of them take long."""
     parser.addoption("--exhaustive", action="store_true", help="every backend, depth and number of ranks")
 
 

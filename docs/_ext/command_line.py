@@ -10,7 +10,8 @@ import importlib
 import re
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from html.entities import html5
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,8 @@ def _index_page() -> Iterator[str]:
     yield "# Command line"
     yield ""
     yield "Every option of every command, written from the parsers. `pygdist COMMAND --help` shows the same texts."
+    yield "For `fit`, `validate`, `test` and `predict`, `--help` shows the options that are used most, and `--help-all`"
+    yield "all options."
     yield ""
     yield "```{toctree}"
     yield ":maxdepth: 1"
@@ -82,16 +85,29 @@ def _training_page() -> Iterator[str]:
     yield ""
     groups: dict[str, dict[str, argparse.Action]] = {name: {} for name in _GROUPS}
     takers: dict[str, list[tuple[str, str]]] = {}
+    defaults: dict[str, dict[str, str]] = {}
     for which, parser in parsers.items():
         for action in options_of(parser):
             groups[_group_of(action.dest)].setdefault(action.dest, action)
             takers.setdefault(action.dest, []).append(which)
+            defaults.setdefault(action.dest, {}).setdefault(which[1], default_of(action))
     for root, actions in groups.items():
         yield f"## {_GROUPS[root]}"
         yield ""
         for dest, action in actions.items():
-            yield from _entry(action, _takers(takers[dest]))
+            yield from _entry(action, _takers(takers[dest]), _default_by_task(defaults[dest]))
         yield ""
+
+
+def _default_by_task(defaults: Mapping[str, str]) -> str:
+    """Return the first task's default as Markdown, and the defaults of other tasks where these differ."""
+    first, *_ = defaults.values()
+    others: dict[str, list[str]] = {}
+    for task, default in defaults.items():
+        if default != first:
+            others.setdefault(default, []).append(f"`--task={task}`")
+    notes = [f"`{default or None}` with {' or '.join(tasks)}" for default, tasks in others.items()]
+    return ", ".join([f"default `{first or None}`", *notes]) if first or notes else ""
 
 
 def _group_of(dest: str) -> str:
@@ -119,14 +135,35 @@ def _classes_page() -> Iterator[str]:
     for place in PLACES:
         yield f"## `--{place.option}`"
         yield ""
+        shortest: dict[type, str] = {}  # names of a class: the others differ from the shortest one by their presets
+        for name in sorted(_own_names(place), key=len):
+            shortest.setdefault(place.class_of(name), name)
         for name in _own_names(place):
             yield f"### {place.kind} `{name}`"
             yield ""
-            parser = Parser()
-            cls = place.class_of(name)
-            parser.add_class_arguments(cls, place.option, fail_untyped=False)
-            yield from [line for action in options_of(parser) for line in _entry(action)] or ["No options."]
+            yield from _options_of_name(place, name, shortest[place.class_of(name)])
             yield ""
+
+
+def _options_of_name(place: Place, name: str, shortest: str) -> Iterator[str]:
+    """Yield the options of a name with its presets as defaults; only those that differ from the ``shortest`` name's."""
+    actions = _preset_options(place, name)
+    if name != shortest:
+        usual = {action.dest: action.default for action in _preset_options(place, shortest)}
+        actions = [action for action in actions if action.default != usual[action.dest]]
+        yield f"The options of {place.kind} `{shortest}`. These have other defaults:"
+        yield ""
+    yield from [line for action in actions for line in _entry(action)] or ["No options."]
+
+
+def _preset_options(place: Place, name: str) -> list[argparse.Action]:
+    parser = Parser()
+    parser.add_class_arguments(place.class_of(name), place.option, fail_untyped=False)
+    actions = options_of(parser)
+    presets = {f"{place.option}.{option}": value for option, value in place.presets(name).items()}
+    for action in actions:
+        action.default = presets.get(action.dest, action.default)
+    return actions
 
 
 def _own_names(place: Place) -> list[str]:
@@ -156,13 +193,13 @@ def options_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     ]
 
 
-def _entry(action: argparse.Action, note: str = "") -> Iterator[str]:
-    """Yield the lines of one option: name, type, default and text."""
+def _entry(action: argparse.Action, note: str = "", default: str | None = None) -> Iterator[str]:
+    """Yield the lines of one option: name, type, default (the action's, unless it is given) and text."""
     name = ", ".join(f"`{option}`" for option in action.option_strings if not option.endswith("+"))
     facts = [f"`{type_}`" if (type_ := type_of(action)) else ""]
     facts += ["required" if action.required else ""]
-    default = default_of(action)
-    facts += [f"default `{default}`" if default else ""]
+    value = default_of(action)
+    facts += [default if default is not None else f"default `{value}`" if value else ""]
     about = ", ".join(filter(None, facts))
     text = " ".join(filter(None, [sentence(action.help or ""), note]))
     yield f"- {name or f'`{action.dest}`'}{f' ({about})' if about else ''}: {text}"
@@ -175,12 +212,24 @@ def sentence(text: str) -> str:
 
 
 def marked_up(text: str) -> str:
-    """Return a help text as Markdown: what reStructuredText marks, and options, become code."""
-    text = re.sub(r":\w+(?::\w+)*:`~?(?:[^`]*\.)?([^`.]+)`", r"`\1`", text).replace("``", "`")
+    """Return a help text as Markdown.
+
+    Roles and literals of reStructuredText, formulas, and options become code; other marks are removed.
+    """
+    text = re.sub(r":math:`([^`]+)`", lambda found: f"`{_formula(found[1])}`", text)
+    text = re.sub(r":\w+(?::\w+)*:`~?(?:[^`]*\.)?([^`.]+)`", r"`\1`", text)
+    text = re.sub(r"(?<!`)`([^`<]+?)\s*<([^`>]+)>`_{1,2}", r"\1 (`\2`)", text)  # links
+    text = re.sub(r"\.\. (\w+)::", lambda found: f"{found[1].capitalize()}:", text)  # directives
+    text = re.sub(r"(?<![\w`*/.])\*(\w+)\*(?![\w`*])", r"\1", text).replace("``", "`")
     parts = re.split(r"(`[^`]+`|--[a-z][\w.-]*\w(?:=[\w/.-]*\w)?)", text)
     return "".join(
         part if part.startswith("`") else f"`{part}`" if part.startswith("--") else escaped(part) for part in parts
     )
+
+
+def _formula(latex: str) -> str:
+    """Return a formula as text: a LaTeX command becomes the character of this name in HTML, if there is one."""
+    return re.sub(r"\\([A-Za-z]+)", lambda found: html5.get(f"{found[1]};", found[0]), latex)
 
 
 def type_of(action: argparse.Action) -> str:

@@ -1,4 +1,4 @@
-"""Brings neighbours to the rank that aggregates them: each file is a system, each folder machinery of systems."""
+"""Backends bring neighbours to the rank that aggregates them. Each file is a system; folders hold shared machinery."""
 
 import importlib
 from typing import Any
@@ -36,7 +36,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Hand on what has moved to :mod:`pygdist.routing`: scripts import it from here."""
+    """Return the functions that have moved to :mod:`pygdist.routing`, as older scripts import them from here."""
     if name in ("distribute", "undistribute"):
         return getattr(importlib.import_module("pygdist.routing"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

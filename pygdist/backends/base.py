@@ -1,7 +1,7 @@
 """The contract of backends, which bring a layer's neighbours to the rank that aggregates them.
 
-A new system subclasses :class:`Backend` in one file. It is found by its registered name or by class path, and the
-exactness suite (:func:`pygdist.testing.assert_exact`), the trainer and the command line work with it as they stand.
+A new system is a subclass of :class:`Backend` in one file, named by its registered name or by its class path. The
+exactness suite (:func:`pygdist.testing.assert_exact`), the trainer and the command line work with any backend.
 """
 
 from __future__ import annotations
@@ -37,29 +37,30 @@ _LIVE: weakref.WeakValueDictionary[str, Backend] = weakref.WeakValueDictionary()
 
 @dataclass(frozen=True, kw_only=True)
 class Abilities:
-    """Facts about a backend. Whoever runs it asks these, and compares neither names nor placements.
+    """Facts about a backend. The trainer and the tools ask for these facts, not for the backend's name.
 
     Attributes:
-        exact: Same loss, outputs, gradients and updated parameters as one process on the whole graph.
+        exact: True if the backend gives the loss, outputs, gradients and updated parameters of one process on the whole
+            graph.
         approximation: What an inexact backend gives up, in one clause.
-        placement: How the graph must be placed on the ranks.
+        placement: The placement that a partitioned graph must have.
         num_hops: Hops around its owned nodes that a part on disk must hold.
-        distributed: Runs on several ranks.
-        trains_parts: Trains each part by itself. No row comes from another rank's model. Gradients or models must be
-            averaged. A rank may have several parts, one after another.
-        mini_batches: Trains on mini-batches: a backend that trains parts draws them from ``part_graph(shard)``, others
-            sample across ranks, in ``steps(...)``.
-        holds_columns: Ranks hold columns of the features, so :meth:`Backend.whole_first_layer` computes the first layer
-            in an evaluation.
-        evaluates: Also validates, tests and predicts. If not, the model is evaluated on the whole graph instead, with
-            rows fetched from their owners, unless ``GraphModule(exact_evaluation=False)``.
-        mixes_columns: Runs layers whose message or aggregation mixes the columns of a row.
-        reruns_layers: Runs layers that are called outside a forward pass of the model. Also runs any layer again in the
-            backward pass (activation checkpointing), even one that the forward pass calls several times.
-        stateful: A checkpoint must hold :meth:`Backend.state_dict`.
-        lag: Number of steps that an epoch has beyond its batches. If above 0, something is on its way between two
-            steps.
-        late_gradients: Adds gradients of earlier passes, so the loss must keep its scale.
+        distributed: True if the backend runs on several ranks.
+        trains_parts: True if the backend trains each part by itself: no row comes from another rank's model. The
+            trainer must then average gradients or models. A rank may train several parts, one after another.
+        mini_batches: True if the backend trains on mini-batches. A backend that trains parts draws its batches from
+            ``part_graph(shard)``; other backends sample across ranks, in ``steps(...)``.
+        holds_columns: True if ranks hold columns of the features. :meth:`Backend.whole_first_layer` then computes the
+            first layer in an evaluation.
+        evaluates: True if the backend also validates, tests and predicts. Otherwise the trainer evaluates the model on
+            the whole graph, with rows fetched from their owners. If the backend also ``trains_parts``,
+            ``GraphModule(exact_evaluation=False)`` evaluates on the parts instead.
+        mixes_columns: True if the backend runs layers whose message or aggregation mixes the columns of a row.
+        reruns_layers: True if layers may run outside a forward pass of the model, and again in the backward pass
+            (activation checkpointing), even a layer that the forward pass calls several times.
+        stateful: True if a checkpoint must hold :meth:`Backend.state_dict` and :meth:`Backend.part_state`.
+        lag: Number of steps that an epoch has beyond its batches. Above 0, exchanges are under way between two steps.
+        late_gradients: True if the backend adds gradients of earlier passes, so that the loss must keep its scale.
     """
 
     exact: bool = True
@@ -81,17 +82,16 @@ class Abilities:
 class Backend(ABC):
     """Brings the neighbours that a layer asks for in ``propagate``.
 
-    A subclass states its abilities, and implements :meth:`propagate` and :meth:`source_rows`.
-    :meth:`bind` gives it the rank's shard and communicator before the first forward pass. A subclass that keeps
-    state per forward pass resets it in :meth:`begin_forward`.
+    A subclass states its abilities, and implements :meth:`propagate` and :meth:`source_rows`. :meth:`bind` gives the
+    backend its shard and communicator before the first forward pass. A subclass that keeps state for each forward pass
+    resets this state in :meth:`begin_forward`.
 
     Attributes:
-        name: Registered name, as in ``--model.backend=comm``. A subclass without a name of its own is found by class
-            path only.
-        abilities: What the backend can do. An instance may have its own (:func:`dataclasses.replace`).
+        name: Registered name, as in ``--model.backend=comm``. A subclass that sets no name is used by its class path.
+        abilities: Facts about the backend. An instance may have its own (:func:`dataclasses.replace`).
         per_graph: Names of the attributes that belong to one graph. :meth:`unbind` sets them to ``None``, and pickles
-            do not hold them. A subclass lists its own: ``per_graph = ("_mine",)``.
-        savings: Shortcuts that the model takes; :func:`~pygdist.routing.distribute` may set others.
+            do not hold them. A subclass lists only its own: ``per_graph = ("_mine",)``.
+        savings: Shortcuts that the model takes; :func:`~pygdist.routing.distribute` may replace them.
         kept: Results of hops, kept until :meth:`unbind`.
     """
 
@@ -116,7 +116,7 @@ class Backend(ABC):
         """Place the backend on a rank. Called before the first forward pass, and again for another graph.
 
         Args:
-            shard: What the rank holds.
+            shard: The rank's part of the graph.
             communicator: The ranks that take part, on a process group of the backend's own.
 
         Raises:
@@ -144,19 +144,19 @@ class Backend(ABC):
             )
 
     def unbind(self) -> None:
-        """Let go of the shard, the communicator and what was computed for them."""
+        """Release the shard, the communicator and all results that belong to them."""
         for name in self._of_one_graph():
             setattr(self, name, None)
         self.kept.forget()
 
     @property
     def shard(self) -> Shard:
-        """The rank's shard. Before :meth:`bind` it raises an error that says what to do."""
+        """The rank's shard. Before :meth:`bind` this raises an :class:`~pygdist.errors.InputError`."""
         return self._bound(self._shard)
 
     @property
     def communicator(self) -> Communicator:
-        """The rank's communicator. Before :meth:`bind` it raises an error that says what to do."""
+        """The rank's communicator. Before :meth:`bind` this raises an :class:`~pygdist.errors.InputError`."""
         return self._bound(self._communicator)
 
     def _bound(self, value: T | None) -> T:
@@ -168,7 +168,7 @@ class Backend(ABC):
         return value
 
     def refuse(self, layer: MessagePassing) -> str | None:
-        """Return why this backend cannot run ``layer``, naming the backends that can; ``None`` if it can."""
+        """Return the reason why this backend cannot run ``layer``, naming backends that can; ``None`` if it can."""
         return None
 
     def begin_forward(self) -> None:  # noqa: B027 (a hook: most backends have nothing to do)
@@ -177,38 +177,38 @@ class Backend(ABC):
     def model_inputs(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments for the model, from those of its caller; a backend may add rows that it computes."""
+        """Return the arguments for the model, given the caller's; a backend may add rows for other ranks' nodes."""
         return args, kwargs
 
     def model_output(self, output: Any) -> Any:
-        """Return the output for the model's caller: one row per owned node, without the rows that were added."""
+        """Return the output for the model's caller: one row per owned node. ``output`` is ``None`` after a failure."""
         return output
 
     def run_layer(
         self, layer: MessagePassing, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a layer's ``forward``, called as ``forward(layer, *args, **kwargs)``."""
+        """Run a layer; ``forward(layer, *args, **kwargs)`` is the call that the model makes."""
         return forward(layer, *args, **kwargs)
 
     def begin_hop(self) -> None:  # noqa: B027 (a hook, as above)
-        """Called before each :meth:`propagate`, also if a kept result takes its place."""
+        """Called before each hop's :meth:`propagate`, also if the backend uses a kept result instead."""
 
     def forget_model(self, model: nn.Module) -> None:  # noqa: B027
-        """Called when a model is distributed: forget facts about it, as its layers may have changed."""
+        """Called when a model is distributed: forget facts about the model, whose layers may have changed."""
 
     def end_forward(self) -> None:  # noqa: B027 (a hook, as above)
-        """Called after each forward pass: free what only that pass needed."""
+        """Called after each forward pass, also one that failed: free the memory that only this pass needs."""
 
     @abstractmethod
     def propagate(self, hop: Hop) -> Tensor:
-        """Run one hop: bring the rows that it reads, and call :meth:`Hop.run <pygdist.hops.hop.Hop.run>` with them.
+        """Run one hop: bring its source rows here, and call :meth:`Hop.run <pygdist.hops.hop.Hop.run>` with them.
 
         Args:
-            hop: The call. ``hop.sources`` are the tensors whose rows the layer reads at the sources of edges; they hold
-                one row per owned node. ``hop.edge_index`` is in local ids of the shard.
+            hop: The call. ``hop.sources`` are the tensors whose rows the layer reads at the sources of edges, with one
+                row per row of this rank (:attr:`num_rows`). ``hop.edge_index`` is in local ids of the shard.
 
         Returns:
-            One row per owned node.
+            One row per row of this rank.
 
         Example:
             >>> rows = {name: self.source_rows(x) for name, x in hop.sources.items()}
@@ -216,24 +216,24 @@ class Backend(ABC):
         """
 
     def look_at(self, model: nn.Module, batches: Any) -> None:  # noqa: B027 (a hook, as above)
-        """Called on all ranks before a model is trained or evaluated, with model and backend ready.
+        """Called on all ranks before a model is trained or evaluated, when model and backend are ready.
 
         Args:
             model: The model.
-            batches: The mini-batches that it will train on; ``None`` if there are none.
+            batches: The mini-batches that the model will train on; ``None`` if there are none.
 
         Raises:
             InputError: On all ranks, if this backend cannot run the model.
         """
 
     def begin_step(self, sample: Any) -> None:  # noqa: B027
-        """Called at the start of a training step on a mini-batch; on all ranks if batches are sampled across ranks."""
+        """Called at the start of a training step on the batch ``sample``; on all ranks if batches cross ranks."""
 
     def end_step(self) -> Tensor | None:
         """Called on all ranks at the end of a training step, before its backward pass.
 
         Returns:
-            A zero, to be added to the loss, whose backward pass adds gradients; ``None`` if there are none.
+            A zero to add to the loss, whose backward pass adds gradients; ``None`` if there are no such gradients.
         """
         return None
 
@@ -241,27 +241,27 @@ class Backend(ABC):
         """Called on all ranks after the backward pass of each training step."""
 
     def not_trained(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Return those of a model's parameters that no rank has a gradient for in this step; the same on all ranks."""
+        """Return the parameters for which no rank has a gradient in this step; the same on all ranks."""
         return []
 
     def drain(self) -> None:  # noqa: B027
-        """Called on all ranks at the end of an epoch, and before a validation: drop what is still on its way."""
+        """Called on all ranks at the end of an epoch and before a validation: drop exchanges still under way."""
 
     @property
     def sharded_weights(self) -> ShardedWeights | None:
-        """Weights that each rank trains in part, without DDP; ``None`` if there are none."""
+        """Weights of which each rank trains some columns, without DDP; ``None`` if there are none."""
         return None
 
     @property
     def runs_idle(self) -> bool:
-        """True if a rank whose batch is empty runs the model on it, as norms take their statistics over all ranks."""
+        """True if a rank must run the model on an empty batch too, as norms take statistics over all ranks."""
         return False
 
     def sit_out(self, sample: Any) -> Tensor | None:
         """Called in place of the forward pass on a rank whose batch is empty.
 
         Returns:
-            A zero whose backward pass makes the same exchanges as the other ranks; ``None`` if there are none.
+            A zero whose backward pass makes the same exchanges as the other ranks'; ``None`` if they make none.
         """
         return None
 
@@ -277,10 +277,10 @@ class Backend(ABC):
 
         Args:
             layer: The layer.
-            forward: Its ``forward``.
+            forward: The layer's ``forward``.
             args: The layer's arguments.
-            kwargs: Its keyword arguments.
-            others: The backend that runs the layers after it, bound to this rank's part.
+            kwargs: The layer's keyword arguments.
+            others: The backend that runs the later layers, bound to this rank's part.
         """
         raise NotImplementedError
 
@@ -294,10 +294,13 @@ class Backend(ABC):
 
     @abstractmethod
     def source_rows(self, x: Tensor) -> Tensor:
-        """One row per owned node in, one row per source of the adjacency out; differentiable. Used by normalisation."""
+        """Return one row per source of the adjacency, given one row per row of this rank (:attr:`num_rows`).
+
+        Differentiable. Normalisation uses it.
+        """
 
     def sums_at_owners(self, source: Tensor, value: Tensor, num_rows: int) -> Tensor:
-        """Return the sums of values of edges by source, over the edges of all ranks. Used by Laplacians.
+        """Return the sums of edge values by source, over the edges of all ranks. Laplacians use it.
 
         Args:
             source: Source of each edge, in local ids; ``(E,)``.
@@ -305,7 +308,7 @@ class Backend(ABC):
             num_rows: Rows of this rank.
 
         Returns:
-            ``(num_rows,)``; right for rows that the rank owns.
+            ``(num_rows,)``; only the sums of owned rows are correct.
         """
         return sums_at_owners(self.source_rows, source, value, num_rows)
 
@@ -313,25 +316,25 @@ class Backend(ABC):
         """Return the in-degrees of sources in the whole graph, if this backend knows them without asking owners.
 
         Args:
-            degree: In-degrees of destinations, by the edges here that the layer normalises.
-            edge_weight: Weights of these edges, as the layer got them; ``None`` for ones.
-            loop_weight: Weight of the self-loops that are added to nodes without one; ``None`` if none are added.
+            degree: In-degrees of destinations, counted over the edges on this rank that the layer normalises.
+            edge_weight: Weights of these edges, as the layer got them; ``None`` if all weights are 1.
+            loop_weight: Weight of the self-loops that the layer adds to nodes without one; ``None`` if it adds none.
 
         Returns:
-            One number per source of the adjacency, or ``None``: then owners are asked by :meth:`source_rows`.
+            One number per source of the adjacency. ``None`` if only owners know: :meth:`source_rows` then asks them.
         """
         return None
 
     def rim_scale(self, *, weighted: bool) -> Tensor | None:
         """Return for each source row its in-degree in the whole graph divided by its in-degree on this rank.
 
-        Self-loops are not counted. Degree normalisation multiplies a row's in-edges by it.
+        Self-loops are not counted. Degree normalisation multiplies the weights of a row's in-edges by this factor.
 
         Args:
             weighted: Divide sums of edge weights instead of numbers of edges.
 
         Returns:
-            ``(num_sources,)``, or ``None`` if this rank has all in-edges of all rows.
+            ``(num_sources,)``, or ``None`` if no weight is to be scaled.
         """
         return None
 
@@ -339,77 +342,71 @@ class Backend(ABC):
         """Called when a module that looks at all nodes, such as a norm, begins to run."""
 
     def owned_rows(self, x: Tensor) -> Tensor:
-        """The rows of a layer's output that this rank owns; statistics over nodes are taken over these."""
+        """Return the rows of a layer's output that this rank owns; statistics over nodes use only these rows."""
         return x
 
     def whole_degrees(self, degree: Tensor) -> Tensor:
-        """Return the in-degrees of rows in the whole graph, given those counted here; every rank calls it."""
+        """Return the in-degrees of rows in the whole graph, given those on this rank. Every rank makes the call."""
         return degree  # a rank has all in-edges of its own nodes
 
     def sum_over_ranks(self, x: Tensor) -> Tensor:
-        """The sum of ``x`` over all ranks; differentiable. Used by norms over nodes."""
+        """Return the sum of ``x`` over all ranks; differentiable. Norms over nodes use it."""
         return self.communicator.sum_over_ranks(x, label="norm statistics")
 
     @property
     def splits_nodes(self) -> bool:
-        """True if several parts hold in-edges of one node, so sums over its in-edges are added up over parts."""
+        """True if several parts hold in-edges of one node, so that sums over in-edges need terms of several parts."""
         return self.abilities.placement == "edges"
 
     @property
     def alone(self) -> bool:
-        """True in a pass that leaves out what other parts contribute, as if no node were split."""
+        """True in a pass that leaves out the contributions of other parts, as if no node were split."""
         return False
 
     def sums_of_parts(self, x: Tensor) -> Tensor:
-        """Add up the rows that a node has in several parts, and give each of these rows the sum. Every rank calls it.
+        """Replace each row of a split node by the sum of the node's rows in all parts. Every rank makes the call.
 
-        Differentiable.
-
-        Needed where nodes are split; other backends return ``x``.
+        Differentiable. Backends that split no nodes return ``x``.
         """
         return x
 
     @property
     def fuses_attention(self) -> bool:
-        """True if kernels may stand for the hops of attention layers."""
+        """True if pygdist's kernels may compute the hops of attention layers."""
         return True
 
     def functions(self) -> Mapping[Any, Callable[..., Any]]:
-        """Functions of PyG that this backend replaces: a mapping from PyG's function to the backend's own."""
+        """Return a mapping from each function of PyG that this backend replaces to the backend's own."""
         return {}
 
     @property
     def aggregates_first(self) -> bool:
-        """True if linear layers aggregate rows before they multiply by the weight, where either will do."""
+        """True if layers aggregate rows before they multiply them by the weight, where either order is correct."""
         return False
 
     @property
     def drops_alike(self) -> bool:
-        """True if all ranks drop the same attention weights of ``GATConv``, where nothing but the sum uses these."""
+        """True if all ranks drop the same attention weights of ``GATConv`` layers whose weights only the sum reads."""
         return False
 
     def max_over_ranks(self, value: Number) -> Number:
-        """The largest value of any rank. Used by aggregations that pad."""
+        """Return the largest value of any rank. Aggregations that pad use it."""
         return type(value)(self.over_ranks([float(value)]).max())
 
-    def note(self, text: str) -> None:
-        """Note something that must be equal on all ranks. Nothing is sent: the next exchange of numbers compares it."""
-        self.communicator.note(text)
-
     def move(self, at: str) -> None:
-        """Note where this rank is in a model, in words that must be equal on all ranks."""
+        """Note the place of this rank in a model, in words that must be equal on all ranks."""
         self.communicator.move(at)
 
     def over_ranks(self, values: Sequence[float]) -> Tensor:
-        """A few numbers of every rank, ``(num_ranks, len(values))``; of this rank alone where it runs by itself."""
+        """Return a few numbers of every rank, ``(num_ranks, len(values))``; one row if this rank runs by itself."""
         return self.communicator.gather(values)
 
     def first_hop_bytes(self, device: torch.device) -> int:
-        """Bytes that this rank may keep of hops over fixed rows."""
+        """Return the bytes that this rank's kept results of hops over fixed rows may take."""
         return self.savings.first_hop_bytes(device, self._sharers(device))
 
     def block_bytes(self, device: torch.device) -> int | None:
-        """Bytes that the messages of one hop may take on this rank's ``device``; ``None`` for no limit."""
+        """Return the bytes that the messages of one hop may take on ``device``; ``None`` for no limit."""
         return self.savings.block_bytes(device, self._sharers(device))
 
     def _sharers(self, device: torch.device) -> int:
@@ -417,29 +414,29 @@ class Backend(ABC):
 
     @property
     def kept_bytes(self) -> int:
-        """Memory that this rank holds of hops over fixed rows (:class:`~pygdist.backends.Savings`)."""
+        """Bytes of this rank's kept results of hops over fixed rows (:class:`~pygdist.backends.Savings`)."""
         return self.kept.first_hop.kept_bytes
 
     @property
     def expected_epoch_s(self) -> float | None:
-        """Seconds that an epoch should take by the plan, the same on all ranks; ``None`` without a plan."""
+        """Seconds that the plan predicts for an epoch, the same on all ranks; ``None`` without a plan."""
         return None
 
     @property
     def planning_s(self) -> float | None:
-        """Seconds of the first epoch that this rank spent on choosing rows; ``None`` if there was no choice."""
+        """Seconds that this rank's last choice of rows took; ``None`` before, and for backends that never recompute."""
         return None
 
     def exact_case(self, num_hops: int) -> Backend | None:
         """Return an unbound copy that is exact for models of ``num_hops`` hops, or ``None``.
 
         The check before training (:mod:`pygdist.routing.check`) compares the copy with one process. An approximate
-        backend returns one with arguments that make it exact, if there are any.
+        backend returns a copy whose arguments make it exact, if there are such arguments.
         """
         return self._unbound() if self.abilities.exact else None
 
     def arguments(self) -> dict[str, Any]:
-        """Return what this backend was made with, and its savings."""
+        """Return this backend's attributes that belong to no graph: arguments, savings, facts noted since."""
         return {name: value for name, value in self._pickled_state().items() if name != "_token"}
 
     def _unbound(self) -> Self:
@@ -447,31 +444,31 @@ class Backend(ABC):
         return _made(type(self), {**self.arguments(), "_token": uuid.uuid4().hex})
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The state that training needs to go on, by name; one row per owned node, on any device.
+        """Return the state that a resumed training needs, by name; one row per owned node, on any device.
 
         Called on all ranks between two steps, if :attr:`Abilities.stateful`. Names, dtypes and widths of rows are the
-        same on all ranks. A checkpoint holds the rows of all ranks, so that any number of ranks can go on from it.
+        same on all ranks. A checkpoint holds the rows of all ranks, so that any number of ranks can resume.
         """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:  # noqa: B027 (a hook, as above)
-        """Take up what :meth:`state_dict` gave: rows of this rank's owned nodes, on the shard's device.
+        """Load a result of :meth:`state_dict`: rows of this rank's owned nodes, on the shard's device.
 
         Called after :meth:`bind`, on all ranks or on none.
         """
 
     def part_state(self) -> dict[str, Tensor]:
-        """The state of this rank's part that training needs to go on, by name; tensors of any shape, on any device.
+        """Return the state of this part that a resumed training needs, by name: any tensors, on any device.
 
-        Called on all ranks between two steps, if :attr:`Abilities.stateful`. Only the same parts can take it up.
+        Called on all ranks between two steps, if :attr:`Abilities.stateful`. Only a run with the same parts can resume.
         """
         return {}
 
     def load_part_state(self, state: Mapping[str, Tensor]) -> bool:
-        """Take up what :meth:`part_state` gave on this rank; called after :meth:`bind`, on all ranks or on none.
+        """Load this rank's result of :meth:`part_state`; called after :meth:`bind`, on all ranks or on none.
 
         Returns:
-            ``False``, on all ranks alike, if training cannot go on from it, as the backend has other arguments now.
+            ``False``, on all ranks, if training cannot resume because the backend has other arguments now.
         """
         return True
 
@@ -482,17 +479,17 @@ class Backend(ABC):
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that take part; 1 before :meth:`bind`."""
+        """Number of ranks that take part; 1 before :meth:`bind`."""
         return 1 if self._communicator is None else self._communicator.world_size
 
     @property
     def num_rows(self) -> int:
-        """Rows that a layer puts out on this rank; the owned nodes, unless a backend computes others too."""
+        """Number of rows that a layer returns on this rank, one per owned node and per other node computed here."""
         return self.shard.num_owned
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of the whole graph."""
+        """Number of nodes of the whole graph."""
         return self.shard.num_nodes
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Backend:
@@ -516,7 +513,7 @@ backends: Registry[Backend] = Registry("backend", "pygdist.backends")
 
 
 def names_of(can: Callable[[Abilities], bool]) -> str:
-    """Return the names of the backends for several ranks whose abilities satisfy ``can``, such as "cache or comm"."""
+    """Return the names of the backends for several ranks whose abilities pass ``can``, such as "cache or comm"."""
     names = [name for name in backends if backends[name].abilities.distributed and can(backends[name].abilities)]
     return " or ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
@@ -536,11 +533,16 @@ def _made(cls: type[B], state: dict[str, Any]) -> B:
 
 
 def resolve_backend(backend: str | Backend, **arguments: Any) -> Backend:
-    """A backend from its registered name, its class path in any package, or itself.
+    """Return a backend, given its registered name, its class path in any package, or the backend itself.
+
+    Args:
+        backend: A registered name, the path of a :class:`Backend` class, or an instance.
+        **arguments: Arguments of the class; none for an instance.
 
     Raises:
-        InputError: If the name is unknown; the message lists the known ones. If a class does not call
-            ``super().__init__()``.
+        InputError: If the name is unknown (the message lists all names), the path leads to no subclass of
+            :class:`Backend` or cannot be imported, or two packages offer the name. If an argument does not fit the
+            class, or goes with an instance. If the class does not call ``super().__init__()``.
     """
     resolved: Backend = backends.resolve(backend, Backend, **arguments)  # type: ignore[type-abstract]
     if "_token" not in vars(resolved):

@@ -1,7 +1,7 @@
 """``comm``: every hop fetches the halo rows that it needs from their owners (DepComm of NeutronStar, Sec. 2.2).
 
-Exact. Nothing is computed twice, everything is communicated; rows that have arrived are aggregated while the others
-travel.
+Exact. No row is computed twice: every remote row is fetched. A rank aggregates the rows that have arrived while other
+rows travel.
 """
 
 from __future__ import annotations
@@ -24,10 +24,16 @@ class CommBackend(FetchingBackend):
     A subclass may fetch rows in its own way (:meth:`halo_rows`); its hops then wait until all rows are here.
 
     Args:
-        ring: Exchange with one peer after the other, not with all at once.
-        overlap: Aggregate rows that are here while others travel.
+        ring: Exchange rows with one peer after the other, not with all peers at once.
+        overlap: Aggregate rows that have arrived while others travel, in hops that can be computed piece by piece.
+            Other hops wait for all rows: those of layers with a ``message`` of their own, attention with edge
+            attributes or dropout, and LSTM aggregation.
         wire_dtype: ``"bfloat16"`` halves the bytes of rows and gradients; the backend is then no longer exact.
-        halo_gib: Limit, in GiB, of the memory that other ranks' rows take at a time on each rank; no limit by default.
+        halo_gib: Limit, in GiB, of the memory that other ranks' rows take at a time on each rank, in hops that can be
+            computed piece by piece (see ``overlap``). Other hops hold all rows at once. No limit by default.
+
+    Raises:
+        InputError: If ``halo_gib`` is not positive, or ``wire_dtype`` is unknown.
     """
 
     name = "comm"
@@ -49,7 +55,7 @@ class CommBackend(FetchingBackend):
 
         Args:
             x: Rows that this rank owns.
-            label: Names the exchange in messages.
+            label: Name of the exchange in messages.
 
         Shapes:
             ``x`` is :math:`(n, F)`, the result :math:`(h, F)`, in the order of the shard's halo. Differentiable: the
@@ -78,7 +84,7 @@ class CommBackend(FetchingBackend):
 
     @property
     def fetcher(self) -> Fetcher:
-        """Fetches this rank's halo rows."""
+        """The object that fetches this rank's halo rows."""
         if self._fetcher is None:
             self._fetcher = Fetcher(self.shard, self.communicator, self.options, lambda: self.kept.first_hop.results)
         return self._fetcher

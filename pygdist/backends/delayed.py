@@ -1,15 +1,16 @@
 """``delayed``: edges are cut, not nodes; partial sums of split nodes are exchanged at once or with a delay (DistGNN).
 
-Each rank runs the model on all rows of its part, those of leaves too. A hop sums the edges of the part; leaves send
-their sums to the roots, and get the totals back. With ``delay=0`` (cd-0) the backend is exact. With a delay training
-uses what other parts sent passes before (:mod:`pygdist.backends.clones.flights`, Algorithm 4), or nothing of them (0c);
-evaluation is exact.
+A split node has a row in several parts: the row on the owner's rank is the root, the other rows are leaves. Each rank
+runs the model on all rows of its part. A hop sums over the edges of the part; leaves send their sums to the roots, and
+get the totals back. With ``delay=0`` (cd-0) the backend is exact. With a delay, training uses sums that other parts
+sent in earlier passes (:mod:`pygdist.backends.clones.flights`, Algorithm 4). With ``"never"`` (0c), training uses no
+sums of other parts. Evaluation is exact.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
@@ -26,15 +27,15 @@ from pygdist.backends.clones.delays import DelayOptions, Delays
 from pygdist.backends.clones.dropout import AgreeingDropout
 from pygdist.backends.clones.exchange import CloneExchange, Leaves, summed
 from pygdist.backends.clones.fold import HopFold, folded, reduced
+from pygdist.backends.clones.inputs import NodeInputs
 from pygdist.backends.clones.refusals import refused, refused_late
 from pygdist.backends.passes.kinds import Lengths, kinds_of
+from pygdist.backends.passes.of_all_edges import OfAllEdges
 from pygdist.backends.passes.rehearsal import Call, Kind
 from pygdist.comm import Communicator
 from pygdist.comm.wire import WireDtype, narrowed, wire_of
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency, Shard
-from pygdist.graph.identity import version_of
-from pygdist.graph.memo import Memo
 from pygdist.hops.arguments import each_tensor, first_rows
 from pygdist.hops.hop import Deferred, Hop, check_rows
 from pygdist.hops.layer import asked_arguments, forget_local_state, having_one, norms_refused
@@ -43,25 +44,27 @@ from pygdist.hops.layer import asked_arguments, forget_local_state, having_one, 
 class DelayedBackend(Backend):
     """Aggregate over the parts of a vertex-cut (DistGNN, SC 2021, Sec. 5): at once, with a delay, or not at all.
 
-    Layers run unmodified on all rows of a part. Sums, means, maxima, minima, what is made of them, and softmax over the
-    in-edges of a node are put together from its parts, and so are degrees. The messages of a hop that is no sparse
-    product are in memory all at once. Dropout agrees between the rows of a node.
+    Layers run unmodified on all rows of a part. The backend combines the results of a node's parts: sums, means,
+    maxima, minima and aggregations made of these, softmax over the in-edges of a node, and degrees. If a hop is no
+    sparse product, all its messages are in memory at once. Dropout drops the same values in all rows of a node.
 
-    With a delay the backend is no longer exact in training. Attention and extrema are refused: terms of different
-    passes have no common maximum. Linear layers aggregate before they multiply (``savings.cheaper_side``), which loses
-    less accuracy. A hop over fixed rows whose result is kept (``savings.first_hop``) is exchanged at once, as it is
-    exchanged only once. Normalisation uses degrees in the whole graph; with ``"never"``, those in the part.
+    With a delay the backend is not exact in training. Attention and extrema are refused: terms of different passes have
+    no common maximum. Linear layers aggregate before they multiply (``savings.cheaper_side``), as this order loses less
+    accuracy. A hop over fixed rows whose result is kept (``savings.first_hop``) has no delay, as it is exchanged only
+    once. Normalisation uses degrees in the whole graph; with ``"never"``, degrees in the part.
 
     Args:
-        delay: Training passes between posting a sum and using it (*r* of cd-r); 0 exchanges at once (cd-0), ``"never"``
-            leaves out what other parts contribute (0c).
-        keep: With a delay, a row uses the last sum that arrived, in every pass until a newer one arrives. This loses
-            accuracy where most of a sum comes from other parts. By default a row uses a sum only in the pass in which
-            the sum arrives.
-        gradients: ``"local"`` keeps gradients in their part, ``"stale"`` also sends them to other parts, as late as
-            sums: twice the bytes. The loss must then keep its scale: a scaler of the trainer's is refused, but a
-            ``GradScaler`` of your own is noticed by nobody.
-        warm_up: The first pass sums what is here (``"local"``), or exchanges at once (``"exact"``).
+        delay: Number of training passes between sending a sum and using it (*r* of cd-r). 0 exchanges sums at once
+            (cd-0); ``"never"`` leaves out the sums of other parts in training (0c).
+        keep: With a delay, use the last sum that arrived for a row, in every pass until a newer sum arrives. This loses
+            accuracy if most of a sum comes from other parts. By default a row uses a sum only in the pass in which the
+            sum arrives. In all other passes the row's local sum is multiplied by its in-degree in the whole graph over
+            its in-degree in the part.
+        gradients: ``"local"`` keeps gradients in their part. ``"stale"`` also sends gradients to other parts, with the
+            delay of sums: twice the bytes. The loss must then keep its scale: the trainer's gradient scaler is refused,
+            and you must not use a ``GradScaler`` of your own, which pygdist cannot detect.
+        warm_up: With a delay, in the first pass a part uses only its own sums (``"local"``), or all sums are exchanged
+            at once (``"exact"``).
         wire_dtype: ``"bfloat16"`` halves the bytes of sums and gradients (Sec. 7); the backend is then no longer exact.
 
     Raises:
@@ -85,19 +88,19 @@ class DelayedBackend(Backend):
         "_dropout",
         "_pass",
         "_hops",
-        "_version",
+        "_in_degrees",
         "_own",
         "_delays",
     )
     _exchange: CloneExchange | None = None
-    _inputs: Memo[Tensor] | None = None
+    _inputs: NodeInputs | None = None
     _to: Leaves | None = None  # the leaves that get the results of hops, in the pass that runs
     _fold: HopFold | None = None  # of the hop that runs
-    _kinds: dict[tuple[object, ...], list[Kind]] | None = None
+    _kinds: weakref.WeakKeyDictionary[nn.Module, dict[tuple[object, ...], list[Kind]]] | None = None
     _dropout: AgreeingDropout | None = None
     _pass: contextlib.ExitStack | None = None  # open while the model runs
     _hops: int | None = None  # so far in this pass
-    _version: int | None = None  # of the features
+    _in_degrees: OfAllEdges[Tensor] | None = None
     _own: CloneExchange | None = None  # in which no node is split, in a pass that exchanges nothing
     _delays: Delays | None = None
     _late = False  # the pass that runs uses sums of earlier passes
@@ -216,7 +219,7 @@ class DelayedBackend(Backend):
     @override
     def bind(self, shard: Shard, communicator: Communicator) -> None:
         super().bind(shard, communicator)
-        self._version = version_of(shard.x)
+        self._inputs, self._in_degrees = NodeInputs(shard, communicator), OfAllEdges(communicator)
 
     @override
     def unbind(self) -> None:
@@ -230,6 +233,10 @@ class DelayedBackend(Backend):
         delays, self._delays = self._delays, None
         if delays is not None:  # of the model that was distributed before, or of this one's parameters before
             delays.close()
+        if self._kinds is not None:
+            self._kinds.pop(model, None)
+        if self._in_degrees is not None:
+            self._in_degrees.forget()
 
     @override
     def part_state(self) -> dict[str, Tensor]:
@@ -252,15 +259,10 @@ class DelayedBackend(Backend):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         self._begin_pass(model)
         if self._kinds is None:
-            self._kinds = {}
-        _, kinds = kinds_of(model, args, kwargs, Lengths.of(self.shard), self.communicator, self._kinds)
-        place = itertools.count()
-
-        def extend(value: Any, kind: Kind) -> Any:
-            at = next(place)
-            return self._with_leaves(value, at) if kind == "node" else value
-
-        inputs = Call(model, args, kwargs, kinds).changed(extend)
+            self._kinds = weakref.WeakKeyDictionary()
+        of_model = self._kinds.setdefault(model, {})  # arguments that look alike may mean something else to another
+        _, kinds = kinds_of(model, args, kwargs, Lengths.of(self.shard), self.communicator, of_model)
+        inputs = self._bound(self._inputs).extended(Call(model, args, kwargs, kinds))
         self._dropout = AgreeingDropout(self.shard.n_id, self.communicator)
         self._pass = contextlib.ExitStack()
         self._pass.enter_context(self._dropout)
@@ -286,24 +288,6 @@ class DelayedBackend(Backend):
         if self._delays is None:
             self._delays = Delays(self.exchange, self.shard.n_id, self.delays)
         return self._delays
-
-    def _with_leaves(self, value: Tensor, at: int) -> Tensor:
-        """Return an input of nodes with the rows of this rank's leaves; the graph's own features are here."""
-        around, shard = self.shard.surroundings, self.shard
-        # a model may change the features in place, which would not reach the rows of leaves
-        if around is not None and value is shard.x and version_of(value) == self._version and not value.requires_grad:
-            return around.x
-
-        def fetch() -> Tensor:
-            rows = self.communicator.exchange_rows(value, shard.plan, label="leaves' rows of the model's input")
-            return torch.cat([value, rows])
-
-        if value.requires_grad and torch.is_grad_enabled():
-            return fetch()
-        if self._inputs is None:
-            self._inputs = Memo()
-        with torch.inference_mode(False):
-            return self._inputs.get(at, (value,), fetch)
 
     @override
     def model_output(self, output: Any) -> Any:
@@ -358,6 +342,7 @@ class DelayedBackend(Backend):
             to=exchange.all if self._to is None else self._to,
             num_rows=self.num_rows,
             edges=edges if isinstance(edges, Adjacency) else None,
+            in_degrees=self._bound(self._in_degrees),
             label=label,
             delays=self._delays if self._late and self._travels else None,
         )

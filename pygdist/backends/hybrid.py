@@ -1,9 +1,9 @@
 """``hybrid``: compute a remote row here, or fetch it, whichever costs less (NeutronStar, Sec. 3).
 
-Exact, whatever is chosen. A hop reads halo rows: nodes of other ranks. A rank fetches a halo row (Eq. 2 is the cost)
-or computes it, with all rows below it that are not here yet, down to the features (Eq. 1). Algorithm 4 goes through the
-halo rows, the cheapest to compute first, and computes those that cost less to compute than to fetch, as long as there
-is memory (Eq. 3).
+Exact with every choice. A hop reads halo rows, which are rows of other ranks' nodes. A rank fetches a halo row (Eq. 2
+gives the cost), or computes the row and all rows on which it depends, down to the features (Eq. 1). Algorithm 4 visits
+the halo rows, the cheapest to compute first. It computes a row that costs less to compute than to fetch, as long as
+memory is left (Eq. 3).
 """
 
 from __future__ import annotations
@@ -38,27 +38,34 @@ _EVEN = Costs(vertex=1.0, edge=1.0, value=0.0)  # by these the cheapest rows are
 class HybridBackend(RecomputingBackend):
     """Compute some remote rows and fetch the others (NeutronStar, SIGMOD 2022, Sec. 3, Algorithm 4).
 
-    With neither ``cache_ratio`` nor ``costs``, the first forward pass measures costs: those of the model's hops on some
-    of the rank's rows and edges, and those of rows on the network. Five choices are compared: three greedy ones (with
-    the measured cost of fetching, half of it, and twice it), all rows fetched (``comm``), and all rows computed
-    (``cache``; not with ``memory_gib``). The one with the shortest expected epoch is taken, and kept beside the
-    partitioned graph in ``plans``: a later run with the same model, device and ranks takes it from there, if the
-    network is about as fast as it was.
+    With neither ``cache_ratio`` nor ``costs``, the first forward pass measures the cost of the model's hops, on some of
+    the rank's rows and edges, and the cost of rows on the network. It compares five choices: three greedy ones (with
+    the measured cost of fetching, half of this cost, and twice this cost), all rows fetched (``comm``), and all rows
+    computed (``cache``; not with ``memory_gib``). The backend takes the choice with the shortest expected epoch, and
+    keeps this plan beside the partitioned graph, in ``plans``. A later run with the same model, device and ranks takes
+    the kept plan, if the network is about as fast as before. A model with reentrant activation checkpointing cannot be
+    measured: all its remote rows are fetched.
 
     Args:
-        cache_ratio: Compute this share of the remote rows that each hop reads, those that are cheapest to compute; 0 is
-            ``comm``, 1 is ``cache``. A row's edges count up to a high limit, beyond which rows cost the same.
+        cache_ratio: Compute this share of the remote rows that each hop reads, the cheapest ones, and fetch the others;
+            0 is ``comm``, 1 is ``cache``. The cheapest rows are those with the fewest rows and edges below them.
+            Edges count up to a limit (at least 10,000 for each row), beyond which rows cost the same.
         costs: Choose by these costs instead of measured ones.
-        memory_gib: Most memory that replicas may take on a rank; no limit by default. While it chooses, a rank also
-            holds the in-edges of all rows that it could compute. The limit does not count these edges; with
-            ``cache_ratio=0`` there are none.
-        replan: Measure and choose again even if a plan is kept.
+        memory_gib: Most memory, in GiB, that replicas and their in-edges may take on a rank; no limit by default. While
+            a rank chooses, it also holds the in-edges of all rows that it could compute. The limit does not count these
+            edges; with ``cache_ratio=0`` there are none.
+        replan: Measure and choose again even if there is a kept plan.
         fetching: ``ring``, ``overlap``, ``wire_dtype`` and ``halo_gib``, as of
             :class:`~pygdist.backends.CommBackend`.
 
     Attributes:
-        expected: The time that an epoch is expected to take, once it is planned; ``None`` with ``cache_ratio``. With
-            ``costs`` given, the time counts these alone: no latency, no averaging of gradients.
+        expected: The predicted time of an epoch, once the backend has planned; ``None`` with ``cache_ratio``. With
+            ``costs``, the prediction counts only these costs: no latency, no averaging of gradients.
+
+    Raises:
+        InputError: If ``cache_ratio``, ``memory_gib`` or an option of ``fetching`` is out of range, or ``cache_ratio``
+            is given together with ``costs`` or ``replan``. In the first forward pass, if the choice needs pygdist's
+            native library and this library is missing.
     """
 
     name = "hybrid"
@@ -87,8 +94,9 @@ class HybridBackend(RecomputingBackend):
     @override
     def exact_case(self, num_hops: int) -> FetchingBackend | None:
         copy = super().exact_case(num_hops)
-        if isinstance(copy, HybridBackend):  # rows of both kinds, and nothing measured
-            copy.cache_ratio, copy.costs, copy.memory_gib = 0.5, None, None
+        if isinstance(copy, HybridBackend):  # rows of both kinds if this one may have both, and nothing measured
+            copy.cache_ratio = self.cache_ratio if self.cache_ratio in (0, 1) else 0.5
+            copy.costs, copy.memory_gib = None, None
         return copy
 
     @property

@@ -1,9 +1,8 @@
 """``pull``: mini-batches sampled across ranks, whose feature rows are pulled from their owners (the baseline of P3).
 
-The distributed training that DistDGL and PyG made common: each rank trains on sampled neighbourhoods of its own nodes.
-The owner of a node samples its in-edges; the features of all sampled nodes come from their owners in one exchange,
-while the batch before trains; gradients are averaged. Any partition works, and so does every supported layer, as a
-batch is a graph of its own.
+DistDGL and PyG train this way: each rank trains on sampled neighbourhoods of its own nodes. The owner of a node samples
+the node's in-edges. The features of all sampled nodes come from their owners in one exchange, while the previous batch
+trains. Gradients are averaged. Any partition works, and every supported layer does, as a batch is a graph by itself.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ class PullBackend(SampledBackend):
     """Train on mini-batches sampled across ranks; pull the features of their nodes from the owners.
 
     Layers run on a batch as in plain PyG: norms over nodes take the statistics of the rank's own batch, as under PyG's
-    ``NeighborLoader`` and DDP. A layer leaves out the rows that no later one reads, unless the model looks at all nodes
-    at once, as norms do; the model is tried both ways on its first batch. It is evaluated on the whole graph, exactly.
+    ``NeighborLoader`` and DDP. A layer leaves out the rows that no later layer reads, unless the model reads all nodes
+    at once, as norms do; a trial on the first batch tells. Evaluation runs on the whole graph, and is exact.
 
     Args:
         cache_gib: Memory of each rank, in GiB, for copies of other ranks' feature rows.
-        cache_by: Which rows: ``degree`` keeps those of the nodes with most out-edges, from the start; ``epoch`` those
-            that the batches of the first epoch asked for most, from the second epoch on, at 4 bytes more for each node
-            of the graph.
+        cache_by: Rule for the feature rows that a rank keeps copies of. ``degree`` keeps the rows of the nodes with
+            most out-edges, from the start. ``epoch`` counts the rows that the batches of the first epoch read, and
+            keeps the most frequent ones from the second epoch on; counting takes 4 bytes for each node of the graph.
 
     Raises:
         InputError: If ``cache_gib`` is negative or not finite, or ``cache_by`` is unknown.

@@ -1,9 +1,10 @@
 """``pushpull``: the first layer where the features are, the others where the batch is (P3, OSDI 2021, Sec. 3.2).
 
-Each rank holds some columns of the features of all nodes (placement *columns*). It samples a batch and pushes the
-structure to all ranks; each computes the first layer on its columns, for the batches of all ranks; the owner of a batch
-pulls and adds the terms, and goes on alone. The backward pass pushes the gradient of the sum the same way. Features
-never travel; what does is as wide as the first layer's output, so it pays where that is narrower than the features.
+Each rank holds some columns of the features of all nodes (placement *columns*). A rank samples a batch, and pushes the
+batch's edges to all ranks. Each rank computes the first layer on its columns, for the batches of all ranks. The rank
+that sampled a batch pulls and adds the terms, and computes the other layers alone. The backward pass pushes the
+gradient of the sum in the same way. Features never travel: only rows as wide as the first layer's output do. So this
+backend pays if the output is narrower than the features.
 """
 
 from __future__ import annotations
@@ -56,35 +57,35 @@ _ELSEWHERE = "uses the features outside its first layer, but each rank holds onl
 
 
 class PushPullBackend(SampledBackend):
-    """Push the structure of batches to the features' columns, pull the first layer's sums (P3, Sec. 3.2.2).
+    """Push the edges of batches to the ranks that hold feature columns, pull the first layer's sums (P3, Sec. 3.2.2).
 
     A step trains as one process would on the batches of all ranks. Up to and including its first weight, the model's
-    first layer must be a sum with one term for each feature column. Its input must be the graph's features, as they are
-    or after dropout. Norms over nodes take the statistics of the rows that all ranks' batches compute. Evaluation is
-    exact, on the whole graph; its first layer runs by columns, too.
+    first layer must be a sum with one term for each feature column. The input of this layer must be the graph's
+    features, as they are or after dropout. Norms over nodes take the statistics of the rows that all ranks' batches
+    compute. Evaluation is exact, and runs on the whole graph; there the first layer runs by columns, too.
 
-    Ranks form groups of ``topology_parts`` ranks, which together hold all in-edges, and of ``feature_parts`` ranks,
-    which together hold all columns (P3, Sec. 3.4). By default all ranks are one group. In smaller groups each rank
-    holds more copies, which travel once, and sends less. Both numbers must divide the number of ranks. Results do not
-    depend on these numbers, except which features are dropped.
+    The ranks form groups in two ways: in a group of ``topology_parts`` ranks, the ranks together hold all in-edges; in
+    a group of ``feature_parts`` ranks, they together hold all columns (P3, Sec. 3.4). By default all ranks are one
+    group. In smaller groups each rank holds more copies, and sends less in each step; copies travel once. Both numbers
+    must divide the number of ranks. The numbers do not change results, except which features dropout drops.
 
     Args:
-        pipeline: Batches on their way at once: 1, or 3 as in the paper (Sec. 3.3). With 3, exchanges overlap computing,
-            the first layer's parameters get their gradient two steps late, and an epoch has two steps more; validation,
-            checkpoints and stopping are allowed only at the end of an epoch.
-        cache_gib: Memory of each rank for copies, in GiB; group sizes that are not given are chosen to fit it,
-            ``topology_parts`` first.
-        feature_parts: Ranks of a group that together hold all columns of the features; with 1 no batch leaves its rank.
-        topology_parts: Ranks of a group that together hold all in-edges; with 1 each rank samples alone, and pushes no
+        pipeline: Number of batches under way at once: 1, or 3 as in the paper (Sec. 3.3). With 3, exchanges overlap
+            computing, the first layer's parameters get their gradient two steps late, and an epoch has two steps more.
+            Validation, checkpoints and stopping are then allowed only at the end of an epoch.
+        cache_gib: Memory of each rank, in GiB, for copies of in-edges and feature columns. The backend chooses the
+            group sizes that are not given so that the copies fit: first ``topology_parts``, then ``feature_parts``.
+        feature_parts: Number of ranks that together hold all columns of the features; with 1 no batch leaves its rank.
+        topology_parts: Number of ranks that together hold all in-edges; with 1 each rank samples alone, and pushes no
             edges.
         first_weights: With ``gathered``, each rank computes gradients for its columns of the first layer's weights, and
-            DDP puts them together: optimisers, clipping and callbacks see the plain model. With ``sharded``, as in the
-            paper, each rank trains its columns alone; the model is put together where it is evaluated or saved, and at
-            the end of an epoch. ``sharded`` needs an optimiser that updates each element independently, and all ranks
-            in one group for features.
+            DDP puts these gradients together: optimisers, clipping and callbacks see the plain model. With ``sharded``,
+            as in the paper, each rank trains its columns alone, and ranks put the model together at the end of an epoch
+            and before each evaluation and checkpoint. ``sharded`` needs an optimiser that updates each element
+            independently, and ``feature_parts`` equal to the number of ranks.
 
     Raises:
-        InputError: If a number is out of range.
+        InputError: If a number is out of range, or ``first_weights`` is unknown.
 
     Example:
         >>> data = GraphDataModule("sbm", batches=NeighborBatches([25, 10], batch_size=1000))
@@ -286,10 +287,12 @@ class PushPullBackend(SampledBackend):
 
     @override
     def look_at(self, model: nn.Module, batches: Any) -> None:
-        """Try a model on a small neighbourhood, alike on all ranks; find its hops and the layer that gets the features.
+        """Try a model on a small neighbourhood, the same on all ranks; find its hops and its first layer.
 
         Raises:
-            InputError: If it cannot be cut at that layer; the message says why.
+            InputError: If the first layer cannot run on some columns of the features; the message says why. If the
+                features are no floating point numbers, the model has an ``InstanceNorm`` of torch's, or ``fan_out`` has
+                another length than the model has hops.
         """
         if not self._columns.is_floating_point():
             raise InputError(
@@ -364,7 +367,7 @@ class PushPullBackend(SampledBackend):
             args, others = arguments_of(model, SimpleNamespace(x=x, **inputs), adjacency)
             call = Call(model, args, others, ["node", None, *of_edges * len(inputs)])
             for training in (True, False) if not outs else (False,):
-                with self._by_itself(model, self._over(args, others), training):
+                with self._by_itself(model, self._over(model, args, others), training):
                     out = tensors_of(model.forward(*args, **others))
                     trial.check(model, out)
                 if trial.layer is None or (not outs and any(bool(one.isnan().any()) for one in out)):

@@ -1,8 +1,8 @@
-"""``replica``: a part is trained by itself, on its own nodes and those around them (CATGNN).
+"""``replica``: a part is trained by itself, on its own nodes and the nodes around them (CATGNN).
 
-Nothing is exchanged in a forward or backward pass: of other parts' nodes the features and some in-edges are here, from
-the partitioned graph. So a layer above the first reads rows of halo nodes that were computed from what is around them
-here, not from all their neighbours, unless the halo reaches as far as the model sees.
+Nothing is exchanged in a forward or backward pass: the part holds the features and some in-edges of the nodes around
+it. A layer after the first reads rows of these halo nodes. Such a row is computed from the neighbours in the part, not
+from all neighbours, unless the halo has as many hops as the model.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
-from pygdist.backends.base import Abilities
-from pygdist.backends.passes.batch import BatchPass
+from pygdist.backends.base import Abilities, names_of
+from pygdist.backends.passes.batch import BatchPass, num_nodes_of_batch
 from pygdist.backends.passes.edge_norm import EDGE_NORM, EdgeNorm, in_degree_facts, in_degrees
 from pygdist.backends.passes.rehearsal import Call, Kind
 from pygdist.backends.passes.rows import Rows, leading
@@ -28,32 +28,36 @@ from pygdist.errors import InputError
 from pygdist.graph import Shard
 from pygdist.graph.adjacency import Adjacency, Slot
 from pygdist.graph.check import EDGE_FIELDS, MASKS
+from pygdist.graph.identity import place_of
+from pygdist.graph.loaded import LoadedFields
+from pygdist.graph.memo import Memo
 from pygdist.graph.surroundings import Surroundings
 from pygdist.hops.arguments import edges_among
 from pygdist.hops.layer import layer_name
 from pygdist.kernels import CSR
 from pygdist.kernels.csr import pointers
 
-_WEIGHTED = Slot[Adjacency]("with the graph's weights")
+_WEIGHTED = Slot[Memo[Adjacency]]("with weights of the graph")
+_MOST_WEIGHTED = 8
 
 
 class ReplicaBackend(RecomputingBackend):
-    """Train each part with its surroundings alone (CATGNN, Sec. 3.2 and 4.2).
+    """Train each part by itself, with the nodes around it (CATGNN, Sec. 3.2 and 4.2).
 
-    Approximate. With ``hops`` no less than the model's, it computes what ``cache`` does, except that norms over nodes
-    take the statistics of the part. A layer computes the rows that later layers need: those within ``hops`` hops, or
-    fewer if fewer hops follow. Nodes ``hops`` hops away have only their self-loops and the in-edges from nearer nodes.
-    Degrees, for GCN's weights, are those of the whole graph.
+    Approximate. If ``hops`` is at least the number of the model's hops, the results are those of ``cache``, except that
+    norms over nodes take the statistics of the part. A layer computes the rows that later layers need: rows of nodes up
+    to ``hops`` hops away, or nearer if fewer hops follow. Nodes exactly ``hops`` hops away have only their self-loops
+    and the in-edges from nearer nodes. GCN's weights use the degrees of the whole graph.
 
-    Any partition will do, and any number of parts: ranks never wait for each other here. Whoever trains parts must
-    average the models (:class:`~pygdist.lightning.ModelAveragingStrategy`) or the gradients.
+    Any partition works, and any number of parts: ranks never wait for each other in a pass. The trainer must average
+    the models (:class:`~pygdist.lightning.ModelAveragingStrategy`) or the gradients.
 
     Args:
-        hops: Hops around its own nodes that a part keeps, at most as many as the partitioned graph holds (``pygdist
-            partition --placement replicas --hops K``); 0 drops all neighbours in other parts.
-        scale_rim: GCN and its relatives normalise by the degrees of the whole graph, but a node at the rim lacks some
-            of its neighbours here. Multiply the weights of its edges that are here, to make up for the missing ones.
-            Without, as in the paper, sums at such nodes are too small.
+        hops: Number of hops around its own nodes that a part keeps, at most as many as the partitioned graph holds
+            (``pygdist partition --placement replicas --hops K``); 0 drops all neighbours in other parts.
+        scale_rim: Scale up the edge weights of nodes that lack some in-edges in the part. GCN and similar layers
+            normalise by the degrees of the whole graph, so that without scaling, as in the paper, the sums at these
+            nodes are too small.
 
     Raises:
         InputError: If ``hops`` is negative.
@@ -69,8 +73,9 @@ class ReplicaBackend(RecomputingBackend):
         evaluates=False,
         reruns_layers=False,
     )
-    per_graph = ("_part",)
+    per_graph = ("_part", "_loaded")
     _part: _OnPart | None = None
+    _loaded: LoadedFields | None = None
 
     def __init__(self, *, hops: int = 1, scale_rim: bool = True) -> None:
         super().__init__(None)
@@ -93,12 +98,13 @@ class ReplicaBackend(RecomputingBackend):
         """Place the backend on a part. The communicator is not used, so there may be more or fewer ranks than parts.
 
         Raises:
-            InputError: If the shard lacks its surroundings, or they reach less far than ``hops``.
+            InputError: If the shard does not hold the nodes around it, or holds them for fewer than ``hops`` hops.
         """
         self._check_placement(shard)
         self._checked(shard)
         self.unbind()
         self._shard, self._communicator = shard, Communicator()
+        self._loaded = LoadedFields(shard)
 
     def _checked(self, shard: Shard) -> Surroundings:
         around = shard.surroundings
@@ -111,17 +117,20 @@ class ReplicaBackend(RecomputingBackend):
         return around
 
     def part_graph(self, shard: Shard) -> tuple[Data, CSR]:
-        """Return what is kept of a part as a graph, from which mini-batches are drawn.
+        """Return a part and the nodes around it as one graph, from which mini-batches are drawn.
 
         Returns:
-            The rows, own nodes first, and the in-edges of each row. Rows that are not the part's own have features, but
-            no labels, and are in no mask.
+            The rows, own nodes first, and the in-edges of each row. Rows of other parts' nodes have features, but no
+            labels, and are in no mask.
+
+        Raises:
+            InputError: As :meth:`bind`, or if features or edge values have changed since the part was loaded.
         """
-        around = self._checked(shard)
+        around, loaded = self._checked(shard), LoadedFields(shard)
         edges, num_rows = _part_edges(around, self.hops), around.ends[self.hops]
-        fields = {"x": around.x[:num_rows]}
-        for name in (name for name in EDGE_FIELDS if getattr(around, name) is not None):
-            fields[name] = edges.values(name, getattr(around, name))
+        fields = {"x": self._around_part(shard, loaded, "x")[:num_rows]}
+        for name in (name for name in EDGE_FIELDS if getattr(shard, name) is not None):
+            fields[name] = edges.values(name, self._around_part(shard, loaded, name))
         beside = num_rows - shard.num_owned
         for name in MASKS:
             mask = getattr(shard, name)
@@ -131,6 +140,21 @@ class ReplicaBackend(RecomputingBackend):
             missing = float("nan") if shard.y.is_floating_point() else -1
             fields["y"] = torch.cat([shard.y, shard.y.new_full((beside, *shard.y.shape[1:]), missing)])
         return Data(num_nodes=num_rows, **fields), edges.csr
+
+    def _around_part(self, shard: Shard, loaded: LoadedFields, name: str) -> Tensor:
+        """Return a field of a part with the values around it, which are those of other parts when they were loaded."""
+        value: Tensor = getattr(shard, name)
+        if self.hops == 0:
+            return value
+        if not loaded.has(name, value):
+            raise InputError(
+                f"shard.{name} of part {shard.rank} has changed since it was loaded, in place or as another tensor, "
+                "but backend 'replica' has the values around a part as they were loaded; partition the graph with the "
+                f"changed values, or use backend {_exact_backends()}",
+                of_one_rank=True,
+            )
+        around: Tensor = getattr(shard.surroundings, name)
+        return around
 
     @property
     def _around(self) -> Surroundings:
@@ -164,7 +188,7 @@ class ReplicaBackend(RecomputingBackend):
         in_weights = kwargs.get("edge_weight") is not None or (
             norm is not None and any(norm.is_weighted_by_graph(value) is not None for value in tensors)
         )
-        num_rows = tensors[0].size(0) if tensors else 0
+        num_rows = num_nodes_of_batch(model, args, kwargs)
         self._pass = BatchPass(num_rows, norm, in_weights=in_weights, without_norm=self._warn)
         return args, kwargs
 
@@ -213,8 +237,11 @@ class ReplicaBackend(RecomputingBackend):
         return call.changed(extended)
 
     def _weighted(self, rows: Rows, weight: Tensor) -> Adjacency:
-        """The edges with their weights; the same object each time, as results of hops are kept by that."""
-        return rows.adjacency.slot(_WEIGHTED, lambda: rows.adjacency.with_value(weight))
+        """The edges with weights; the same object for the same weights, as results of hops are kept by that."""
+        edges, place = rows.adjacency, place_of(weight)
+        return edges.slot(_WEIGHTED, lambda: Memo(_MOST_WEIGHTED)).get(
+            place, (weight,), lambda: edges.with_value(weight)
+        )
 
     def _stored(self, value: Tensor, rows: Rows) -> Tensor:
         """Return a field of the graph for all rows and edges that the part keeps."""
@@ -225,7 +252,7 @@ class ReplicaBackend(RecomputingBackend):
                 f"tensor of shape {tuple(value.shape)} that is neither, whose rows for these nodes are not here; pass "
                 "shard.x, and edge fields of the shard"
             )
-        stored: Tensor = getattr(self._around, name)
+        stored = self._around_part(self.shard, self._bound(self._loaded), name)
         if name == "x":
             return stored[: rows.num_rows]
         values = self._edges.values(name, stored)
@@ -294,13 +321,12 @@ class ReplicaBackend(RecomputingBackend):
         return in_degrees(facts[norm.n_id], by_graph, loop_weight)
 
     def _degrees_of_part(self) -> Tensor:
-        on_part = self._on_part
-        if on_part.degrees is None:
-            edges, weight = self._edges, self._around.edge_weight
-            with torch.inference_mode(False):
-                weight = None if weight is None else edges.values("edge_weight", weight)
-                on_part.degrees = in_degree_facts(edges.csr, weight)
-        return on_part.degrees
+        edges, weight = self._edges, (self._around if self.hops else self.shard).edge_weight
+
+        def count() -> Tensor:
+            return in_degree_facts(edges.csr, None if weight is None else edges.values("edge_weight", weight))
+
+        return self._on_part.degrees.get("degrees", (weight,), count)
 
     @override
     def rim_scale(self, *, weighted: bool) -> Tensor | None:
@@ -330,7 +356,7 @@ class _OnPart:
     """
 
     edges: _PartEdges | None = None
-    degrees: Tensor | None = None
+    degrees: Memo[Tensor] = field(default_factory=Memo)
     graph_weights: set[int] = field(default_factory=set)
 
 
@@ -340,15 +366,17 @@ class _PartEdges:
 
     csr: CSR
     position: Tensor | None  # ``None``: they are the leading ones
-    _cut: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    _cut: Memo[Tensor] = field(default_factory=Memo)
 
     def values(self, name: str, stored: Tensor) -> Tensor:
-        """Select the values of these edges; the same object each time."""
-        entry = self._cut.get(name)
-        if entry is None or entry[0] is not stored:
-            values = stored[: self.csr.num_entries] if self.position is None else stored[self.position]
-            entry = self._cut[name] = (stored, values)
-        return entry[1]
+        """Select the values of these edges; the same object for the same values."""
+        position, end = self.position, self.csr.num_entries
+        return self._cut.get(name, (stored,), lambda: stored[:end] if position is None else stored[position])
+
+
+def _exact_backends() -> str:
+    """Name the exact backends that need no other partition."""
+    return names_of(lambda abilities: abilities.exact and abilities.placement == "nodes")
 
 
 def _part_edges(around: Surroundings, hops: int) -> _PartEdges:

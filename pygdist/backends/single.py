@@ -1,4 +1,4 @@
-"""``single``: one process holds the whole graph. The reference that every exact backend must equal."""
+"""``single``: one process holds the whole graph. Every exact backend must give the results of this one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from pygdist.hops.hop import Hop
 
 
 class SingleBackend(Backend):
-    """Run every hop on the rows that are here: there is no other rank."""
+    """Run every hop on the rows of this process, which holds the whole graph.
+
+    Exact; ``bind`` refuses several ranks.
+    """
 
     name = "single"
     abilities = Abilities(distributed=False)

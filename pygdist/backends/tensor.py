@@ -1,8 +1,8 @@
 """``tensor``: every rank aggregates a slice of the columns over the whole topology (NeutronTP, Sec. 3).
 
-Exact. Around each aggregation rows become columns and columns rows again, in one exchange each way; whatever the graph
-looks like, ranks aggregate over the same edges and send the same bytes. Weights and attention scores need whole rows,
-so each rank computes them for its own rows.
+Exact. Before each aggregation an exchange turns all columns of a rank's rows into some columns of all rows; after the
+aggregation an exchange turns them back. On any graph, all ranks aggregate over the same edges and send the same number
+of bytes. Multiplication by weights and attention scores need whole rows, so each rank computes these for its own rows.
 
 A layer runs in the first of these ways that fits (:meth:`TensorBackend.run_layer`):
 
@@ -86,33 +86,41 @@ class TensorBackend(Backend):
     Layers whose message or aggregation mixes columns are refused when the model is distributed.
 
     Args:
-        num_chunks: Chunks of destinations in which sums are computed (Sec. 4.2.1); more if ``memory_gib`` requires it.
-            By default a few where slices are large.
-        overlap: Let the rows of one chunk and the results of another travel while a third is computed (Sec. 4.2.2).
-            Otherwise all rows arrive before the first chunk, and the results of a chunk leave before the next one.
-        memory_gib: Most memory that edges, slices and what travels may take on the device, on each rank. The device
-            holds those of one chunk; the rest waits in the host's memory or, if the device is the host, in files beside
-            the partitioned graph. By default there is no limit on the host. On a GPU it is half of the free memory,
-            divided by the ranks that use the GPU, and matters only if edges and slices of the widest rows need more.
-            The limit holds for all hops. Attention, maxima, and messages of a layer's own compute their chunks once
-            more in the backward pass; the memory of such messages is an estimate. With a limit, layers with hooks on
-            their hops are refused (without one, hooks see this rank's columns). If several chunks are needed, layers
-            whose messages depend on the edges into other nodes are refused, too. Not counted are a rank's part of the
-            graph, the attention weights of its own edges and, with ``GATv2Conv`` and ``TransformerConv``, the rows of
-            the sources of these edges.
-        device: Device that computes hops, for example ``cuda`` while the model runs on the host; by default that of the
-            model. Hops take at most half of its free memory, unless ``memory_gib`` sets a limit. Layers that compute
-            messages of their own are refused, as their parameters are where the model is.
+        num_chunks: Number of chunks of destinations in which sums and means with constant weights are computed (Sec.
+            4.2.1), by default 4 if slices are large, otherwise 1. Other hops take one chunk. Any hop takes more chunks
+            if ``memory_gib`` requires more.
+        overlap: Let the rows of one chunk and the results of another chunk travel while a third chunk is computed (Sec.
+            4.2.2). Otherwise all rows arrive before the first chunk is computed, and the results of each chunk leave
+            before the next one.
+        memory_gib: Most memory, in GiB, that edges, slices and exchange buffers may take on the device, on each rank.
+            The device holds one chunk at a time; the others wait in the host's memory or, if the device is the host, in
+            files beside the partitioned graph. By default there is no limit on the host. On a GPU the default is half
+            of the free memory divided by the ranks that use the GPU, and matters only if edges and slices of the widest
+            rows need more. The limit holds for all hops. Attention, maxima, minima and layers with their own messages
+            compute each chunk once more in the backward pass; the memory of such messages is an estimate. With a limit,
+            layers with hooks on their hops are refused; without a limit, hooks see only this rank's columns. If several
+            chunks are needed, layers whose messages depend on the edges into other nodes are refused, too. The limit
+            does not count a rank's part of the graph, the attention weights of the rank's own edges and, with
+            ``GATv2Conv`` and ``TransformerConv``, the source rows of these edges.
+        device: Device that computes hops, for example ``cuda`` while the model runs on the host; by default the model's
+            device. Unless ``memory_gib`` sets a limit, hops take at most half of the free memory of a GPU divided by
+            the ranks that use the GPU. Layers that compute their own messages are refused, as their parameters are on
+            the model's device; so is ``cpu`` with a model on a GPU.
+
+    Raises:
+        InputError: If ``num_chunks`` or ``memory_gib`` is out of range. When the first layer runs, if ``device`` is no
+            device, or is the host while the model is on a GPU.
     """
 
     name = "tensor"
     abilities = Abilities(mixes_columns=False)
-    per_graph: ClassVar[tuple[str, ...]] = ("_all", "_shared", "_fetcher", "_slices", "_splits")
+    per_graph: ClassVar[tuple[str, ...]] = ("_all", "_shared", "_fetcher", "_slices", "_splits", "_warned")
     _all: AllNodes | None = None
     _shared: EdgeTensors | None = None
     _fetcher: Fetcher | None = None
     _slices: int | None = None  # while a layer runs on slices: rows of all ranks
     _splits: dict[int, tuple[Tensor, int, Tensor]] | None = None  # slices that hops of the running layer share
+    _warned: set[str] | None = None  # names of layers
 
     def __init__(
         self,
@@ -130,7 +138,6 @@ class TensorBackend(Backend):
         self.num_chunks, self.overlap, self.memory_gib, self.device = num_chunks, overlap, memory_gib, device
         self._sizes = ModelSizes()
         self._hop = 0  # hops of the forward pass so far
-        self._warned: set[str] = set()  # names of layers
 
     @override
     def forget_model(self, model: nn.Module) -> None:
@@ -347,7 +354,7 @@ class TensorBackend(Backend):
 
     @property
     def fetcher(self) -> Fetcher:
-        """Fetches the source rows of this rank's edges, where it computes values of these edges itself."""
+        """The object that fetches source rows for edge values that this rank computes itself."""
         if self._fetcher is None:
             options = FetchOptions(overlap=self.overlap)
             self._fetcher = Fetcher(self.shard, self.communicator, options, lambda: self.kept.first_hop.results)
@@ -432,6 +439,8 @@ class TensorBackend(Backend):
     def _warn_of_one_chunk(self, layer: MessagePassing) -> None:
         """Say, once for a class of layers, that ``num_chunks`` is not for one of its hops."""
         name = layer_name(layer)
+        if self._warned is None:
+            self._warned = set()
         if (self.num_chunks or 1) > 1 and self._nodes.layout.overflow is None and name not in self._warned:
             self._warned.add(name)
             if self.communicator.rank == 0:

@@ -22,7 +22,7 @@ ANSWER_S = 10.0  # a store that takes longer will not answer
 class Board:
     """The reports of all ranks.
 
-    A store that failed to answer once counts as gone: each further try would print a warning of torch's.
+    Once the store has failed to answer, it counts as gone: torch would print a warning for each further try.
 
     Args:
         store: The job's key-value store; cloned, so that no other user of it is blocked.
@@ -61,11 +61,11 @@ class Board:
         return reports
 
     def write(self, key: str, text: str) -> None:
-        """Leave a note under a key of its own."""
+        """Write a note under the key ``key``."""
         self._ask(self._store.set, key, text)
 
     def note(self, key: str) -> bytes | None:
-        """Return a note, which is empty if there is none; ``None`` if the store does not answer."""
+        """Return the note under ``key``, empty if there is none; ``None`` if the store does not answer."""
         answered, exists = self._ask(self._store.check, [key])
         raw = b""
         if exists:  # get() of a missing key would block

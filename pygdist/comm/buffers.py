@@ -1,4 +1,4 @@
-"""Memory for rows that travel, used again in every exchange instead of allocated anew."""
+"""Memory for rows that travel, which all exchanges use again instead of allocating new memory."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """The communicator of a backend: exchanges of rows and sums over ranks, both differentiable.
 
-Rows travel by pairs: in step *s* rank *r* sends to *r + s* and receives from *r - s*, all posted at once. On one link
-pairs carry about twice what gloo's all-to-all does. A backend gets its communicator passed in and never looks one up;
-without a process group the same code runs on one process and sends nothing.
+Rows travel between pairs of ranks: in step *s* rank *r* sends to *r + s* and receives from *r - s*; all steps are
+posted at once. On one link this is about twice as fast as gloo's all-to-all. A backend gets its communicator as an
+argument. Without a process group the same code runs on one process and sends nothing.
 
-**Every rank makes every call, in the same order**, with zero rows if it has none; the backward passes count as calls.
-``check_order=True`` verifies that before each call, :meth:`Communicator.compare_calls` afterwards. Only
-:meth:`Communicator.send_to` and :meth:`Communicator.receive_from` involve two ranks alone. The process group is the
+**Every rank makes every call, in the same order**, with zero rows if it has none; backward passes count as calls.
+``check_order=True`` compares the ranks' calls before each call, :meth:`Communicator.compare_calls` afterwards. Only
+:meth:`Communicator.send_to` and :meth:`Communicator.receive_from` are calls of two ranks. The process group is the
 communicator's own, never DDP's.
 """
 
@@ -38,29 +38,31 @@ _ROW = 8  # numbers, of one size on all ranks, so that different calls meet and 
 
 
 class Communicator(Transport):
-    """The other ranks, as a backend sees them: fetch rows, return gradients, sum, gather and agree.
+    """A rank's calls to other ranks: fetch rows, return gradients, sum, gather and agree.
 
     Args:
-        group: The ranks that take part; ``None`` is one process alone.
-        timeout_s: Seconds after which an exchange fails and names the rank that did not answer.
-        check_order: Before every call, compare what each rank is about to do, and raise on all of them if they differ.
-            Slow, for debugging.
-        watchdog: Is told where this rank is; names late and lost ranks. By default the one of this process, if
-            ``group`` has all ranks.
-        local_rank: Number of this rank among those of its host, by which it takes a GPU; its rank by default.
-        device: Device of the rows; of a group such as ``cpu:gloo,cuda:nccl`` it uses the part for this device; by
-            default a GPU.
+        group: The process group of the ranks that take part; ``None`` for one process alone.
+        timeout_s: Seconds after which an exchange fails, with an error that names the rank that did not answer.
+        check_order: Before every call, compare the calls of all ranks, and raise an error on all ranks if these calls
+            differ. Slow, for debugging.
+        watchdog: The watchdog, which follows this rank and names late and lost ranks. By default the watchdog of this
+            process, if ``group`` has all ranks.
+        local_rank: Number of this rank among the ranks of its host, which gives its GPU; by default the rank.
+        device: Device of the rows, by default a GPU. A group such as ``cpu:gloo,cuda:nccl`` exchanges these rows over
+            the library for this device.
 
     Attributes:
         rank: This rank.
         world_size: Number of ranks.
-        epoch: The current epoch, named in errors; whoever trains sets it.
-        meter: Counts the bytes and messages of this rank, and the seconds that it waits.
+        epoch: The current epoch, named in errors; the trainer sets it.
+        meter: The object that counts bytes, messages and seconds of waiting on this rank.
         buffers: Memory that exchanges use again.
-        recorder: Records when this rank packs, sends and waits; ``None`` records nothing.
+        recorder: The object that records when this rank packs, sends and waits; ``None`` records nothing.
 
     Raises:
-        LostRankError: In every call, if another rank is gone or does not answer in time; it names the rank.
+        LostRankError: In every call, if another rank is gone or does not answer in time; the message names the rank.
+        UnequalRanksError: In every call, on all ranks, if the ranks are found to make different calls.
+        InputError: In every call, if the communicator is closed.
 
     Example:
         >>> communicator = Communicator()  # one process
@@ -71,15 +73,15 @@ class Communicator(Transport):
     def exchange_rows(
         self, x: Tensor, plan: ExchangePlan, *, label: str = "rows", ring: bool = False, wire: torch.dtype | None = None
     ) -> Tensor:
-        r"""Fetch the halo rows of one hop from their owners. Every rank calls it, and every rank runs its backward.
+        r"""Fetch the halo rows of one hop from their owners. Every rank makes the call, and runs its backward pass.
 
         Args:
             x: The rows that this rank owns.
             plan: The rows that each rank sends and receives.
-            label: Names the exchange in errors; equal on all ranks.
-            ring: Serve one peer after the other (:class:`~pygdist.comm.Transfer`) instead of all at once.
+            label: Name of the exchange in errors; equal on all ranks.
+            ring: Exchange with one peer after the other (:class:`~pygdist.comm.Transfer`), not with all peers at once.
             wire: Dtype in which rows and gradients travel, such as ``torch.bfloat16``: fewer bytes, but the result is
-                no longer exact. By default the dtype of ``x``, and copies are exact.
+                no longer exact. By default the dtype of ``x``, with exact copies.
 
         Shapes:
             ``x`` is :math:`(n, *)`. The result is :math:`(h, *)` in the dtype of ``x``, with :math:`h` =
@@ -87,7 +89,7 @@ class Communicator(Transport):
 
         Backward:
             One more exchange, :meth:`return_rows`: the gradient of an owned row is the sum of the gradients of all its
-            copies, added in a fixed order, so that runs repeat bit for bit. It can be differentiated once.
+            copies, added in a fixed order, so that runs repeat bit for bit. There is no second derivative.
         """
         if self.world_size == 1:
             return x.new_empty((0, *x.shape[1:]))
@@ -104,17 +106,17 @@ class Communicator(Transport):
         ring: bool = False,
         wire: torch.dtype | None = None,
     ) -> Tensor:
-        r"""Send one row per halo row back to its owner, who adds up those of all copies. Every rank calls it.
+        r"""Send a row for each halo row to its owner, which adds up the rows of all copies. Every rank makes the call.
 
-        This is the transpose of :meth:`exchange_rows` and its backward; it has no gradient itself.
+        This is the transpose of :meth:`exchange_rows`, and its backward pass; it has no gradient itself.
 
         Args:
-            halo: A row for each halo row of the plan, in its order.
+            halo: A row for each halo row of the plan, in the plan's order.
             plan: The plan with which the halo rows were fetched.
-            num_owned: Rows that this rank owns.
-            label: Names the exchange in errors; equal on all ranks.
-            ring: Serve one peer after the other, in the other direction.
-            wire: Dtype in which rows travel; by default that of ``halo``.
+            num_owned: Number of rows that this rank owns.
+            label: Name of the exchange in errors; equal on all ranks.
+            ring: Exchange with one peer after the other, in the opposite direction of :meth:`exchange_rows`.
+            wire: Dtype in which rows travel; by default the dtype of ``halo``.
 
         Shapes:
             ``halo`` is :math:`(h, *)` with :math:`h` = ``plan.num_received``, the result :math:`(n, *)` with :math:`n`
@@ -136,7 +138,7 @@ class Communicator(Transport):
         return out
 
     def sum_over_ranks(self, x: Tensor, *, label: str = "sum") -> Tensor:
-        """Sum ``x`` over all ranks (an all-reduce). Every rank calls it with the same shape and dtype.
+        """Sum ``x`` over all ranks (an all-reduce). Every rank makes the call, with the same shape and dtype.
 
         Returns:
             The sum, on every rank, in the shape of ``x``; ``x`` itself on one process.
@@ -150,10 +152,10 @@ class Communicator(Transport):
         return result
 
     def gather(self, values: Sequence[float]) -> Tensor:
-        """Collect a few numbers of every rank, on every rank; no gradient. Every rank gives equally many.
+        """Collect a few numbers from every rank, on every rank. Every rank passes the same number of values.
 
         Returns:
-            float64 on the CPU, of shape ``(world_size, len(values))``: a row for each rank.
+            float64 on the CPU, of shape ``(world_size, len(values))``: a row for each rank. There is no gradient.
 
         Raises:
             UnequalRanksError: On all ranks, if the ranks made different calls before this one.
@@ -165,26 +167,26 @@ class Communicator(Transport):
         padding = [0.0] * (_ROW - len(calls) - len(first))
         self.announce("gather numbers")
         with self.attempt("gather numbers"):
-            rows = self._gather_row(self._row([*calls, *first, *padding]))
+            rows = self._gather_row([*calls, *first, *padding])
         made, rows = rows[:, : len(calls)], rows[:, len(calls) : len(calls) + len(first)]
         if not bool((made == made[0]).all()):
             self._refuse_calls(made, last)
         if more:
             with self.attempt("gather numbers"):
-                rows = torch.cat([rows, self._gather_row(self._row(more))], dim=1)
-        self.done()
+                rows = torch.cat([rows, self._gather_row(more)], dim=1)
+        self.done(on_host=True)
         return rows
 
     def meet(self, device: torch.device) -> None:
-        """Find out how many ranks share this rank's GPU (:meth:`sharers`). Every rank calls it, with its own device."""
+        """Count the ranks that share this rank's GPU, for :meth:`sharers`. Every rank makes the call."""
         gpus = self.gather([number_of(device) if device.type == "cuda" else -1.0 - self.rank])[:, 0]
         self._on_gpu = int((gpus == gpus[self.rank]).sum())
 
     def settle(self) -> None:
-        """Wait until the GPU has made all exchanges of this rank.
+        """Wait until the GPU has finished all exchanges of this rank.
 
         Raises:
-            LostRankError: If the watchdog has aborted them: what they left on the GPU is of no use.
+            LostRankError: If the watchdog has aborted exchanges, so that their results on the GPU are invalid.
         """
         if self.is_nccl:
             torch.cuda.synchronize(self.device)
@@ -194,9 +196,6 @@ class Communicator(Transport):
     def note(self, text: str) -> None:
         """Add a text to the checksum of calls, which the next :meth:`gather` compares."""
         self._digest = zlib.crc32(text.encode(), self._digest)
-
-    def _row(self, values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=self.device)
 
     def _refuse_calls(self, made: Tensor, last: str) -> NoReturn:
         """Say that the ranks made different calls before this one; every rank has found that."""
@@ -211,12 +210,12 @@ class Communicator(Transport):
         )
 
     def gather_text(self, text: str) -> list[str]:
-        """Collect a line of every rank, cut to 1,024 bytes, on every rank. Every rank makes the call."""
+        """Collect a line of text from every rank, cut to 1,024 bytes, on every rank. Every rank makes the call."""
         if self.world_size == 1:
             return [text]
         self.announce("gather text")
         texts = self._gather_text(text, _TEXT_BYTES)
-        self.done()
+        self.done(on_host=True)
         return texts
 
     def barrier(self) -> None:
@@ -224,10 +223,10 @@ class Communicator(Transport):
         self.gather([0.0])  # nothing but numbers waits for others: an empty tensor does not travel
 
     def agree(self, error: str | None) -> None:
-        """Raise on all ranks or on none. Every rank says what is wrong on its side, or ``None``.
+        """Raise an error on all ranks if one has an error. Every rank passes its message, or ``None``.
 
         Raises:
-            InputError: On every rank, with the message of the lowest rank that has one.
+            InputError: On every rank, with the message of the lowest rank that passes one.
         """
         if self.world_size == 1:
             if error is not None:
@@ -240,30 +239,31 @@ class Communicator(Transport):
                 raise InputError(text if here else f"{text} (found by rank {rank} on {host})")
 
     def compare_calls(self) -> None:
-        """Compare the calls that ranks have made so far, which costs one exchange. Every rank calls it.
+        """Compare the ranks' calls so far, in one exchange. Every rank makes the call.
 
         Raises:
-            UnequalRanksError: On all ranks, if some rank made other calls, or in another order.
+            UnequalRanksError: On all ranks, if a rank has made other calls, or the same calls in another order.
         """
         self.gather([])
 
     def are_alike(self, values: Sequence[float]) -> bool:
-        """Tell if a few numbers are equal on all ranks. Every rank makes the call, with equally many."""
+        """Tell if a few numbers are equal on all ranks. Every rank makes the call, with the same number of values."""
         if self.world_size == 1:
             return True
         made = self.gather(values)
         return bool((made == made[0]).all())
 
     def all_to_all(self, outgoing: Sequence[Tensor], *, label: str) -> list[Tensor]:
-        """Send one tensor to each rank and receive one from each; no gradient, for plans. Every rank calls it.
+        """Send one tensor to each rank and receive one from each. Every rank makes the call. There is no gradient.
 
         Args:
-            outgoing: A tensor for each rank; that for this rank is returned as it is. All tensors of all ranks have
-                one dtype and, but for the first dimension, one shape.
-            label: Names the exchange in errors; equal on all ranks.
+            outgoing: A tensor for each rank; the tensor for this rank is returned as it is. All tensors of all ranks
+                have one dtype and, except for the first dimension, one shape.
+            label: Name of the exchange in errors; equal on all ranks.
 
         Returns:
-            The tensor of each rank for this one, on the device of ``outgoing``; receivers need not know the lengths.
+            The tensors that the ranks sent to this rank, on the device of ``outgoing``. Receivers need not know the
+            first dimension.
         """
         if self.world_size == 1:
             return list(outgoing)
@@ -279,11 +279,11 @@ class Communicator(Transport):
         return [tensor.to(came_from) for tensor in incoming]
 
     def send_to(self, rank: int, tensors: Sequence[Tensor], *, label: str) -> None:
-        """Send contiguous tensors to ``rank``, which calls :meth:`receive_from`; no gradient. Only the two call."""
+        """Send contiguous tensors to ``rank``, which calls :meth:`receive_from`. Other ranks make no call."""
         self._one_sided(dist.send, "group_dst", rank, tensors, label)
 
     def receive_from(self, rank: int, tensors: Sequence[Tensor], *, label: str) -> None:
-        """Fill contiguous tensors, of the sender's shapes and dtypes, from ``rank``, which calls :meth:`send_to`."""
+        """Receive into contiguous tensors, with the sender's shapes and dtypes, from ``rank``; see :meth:`send_to`."""
         self._one_sided(dist.recv, "group_src", rank, tensors, label)
 
     def _one_sided(self, op: Callable[..., Any], end: str, rank: int, tensors: Sequence[Tensor], label: str) -> None:
@@ -300,7 +300,7 @@ class Communicator(Transport):
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[Communicator]:
-        """Enter a communicator of the same ranks, whose traffic is not counted as this one's. Every rank calls it."""
+        """Enter a communicator of the same ranks with a meter of its own. Every rank makes the call."""
         other = self
         if self.world_size > 1:
             other = Communicator(
@@ -308,6 +308,8 @@ class Communicator(Transport):
                 watchdog=self._watchdog, local_rank=self.local_rank, device=self._rows_on,
             )  # fmt: skip
             other.epoch, other.unit = self.epoch, self.unit
+            other._first_rank, other._on_gpu = self._first_rank, self._on_gpu
+            other._numbers = self.host_group if self.is_nccl else None
         try:
             yield other
         finally:
@@ -315,44 +317,45 @@ class Communicator(Transport):
                 other.courier.close()
 
     def apart(self, *, quiet: bool = False) -> Communicator:
-        """Return a communicator of the same ranks on a process group of its own, for exchanges that go on meanwhile.
+        """Return a communicator of the same ranks on a process group of its own, for exchanges at the same time.
 
-        Its traffic is counted as this one's, and it is closed with this one. Every rank makes the call.
+        The two communicators share one meter. Closing this one closes the new one too. Every rank makes the call.
 
         Args:
-            quiet: A thread makes the exchanges, of tensors on the host, over gloo. They are not told to the watchdog
-                and the recorder, which follow the main thread, and their time is not counted as waiting.
+            quiet: True if a thread makes the exchanges, of tensors on the host, over gloo. The watchdog and the
+                recorder, which follow the main thread, ignore these exchanges, and their time does not count as
+                waiting.
         """
         group, backend = None, "gloo" if quiet else None
         if self.world_size > 1:
-            ranks = dist.get_process_group_ranks(self.group)
-            # made by some ranks alone, a group after one that is closed would get its name, and its dead addresses
-            some = len(ranks) < dist.get_world_size()
-            group = dist.new_group(ranks, timeout=self._group_timeout, backend=backend, use_local_synchronization=some)
+            group = self._new_group(dist.get_process_group_ranks(self.group), backend, self._group_timeout)
         return self._beside(group, quiet=quiet)
 
     def on_host(self) -> Communicator:
-        """Return a communicator of the same ranks that takes tensors on the host; every rank makes the call."""
+        """Return a communicator of the same ranks that takes tensors on the host. Every rank makes the call."""
         if not self.is_nccl:
             return self
         if self._host is None or self._host.is_closed:
-            ranks = dist.get_process_group_ranks(self.group)
-            some = len(ranks) < dist.get_world_size()
-            group = dist.new_group(ranks, self.timeout, "gloo", use_local_synchronization=some)
+            group = self._new_group(dist.get_process_group_ranks(self.group), "gloo", self.timeout)
             self._host = self._beside(group)
         host: Communicator = self._host
         return host
 
     def split(self, size: int, *, quiet: bool = False) -> Communicator:
-        """Return a communicator of ``size`` ranks, this one and its neighbours, on a process group of its own.
+        """Return a communicator of ``size`` ranks, this rank and its neighbours, on a process group of its own.
 
-        Ranks 0 to ``size`` - 1 are the first group, and so on; in a group they count from 0. Every rank makes the call;
-        see :meth:`apart` for the rest.
+        Ranks 0 to ``size`` - 1 are the first group, and so on; within a group, ranks count from 0. Every rank makes the
+        call. The meter and closing are as with :meth:`apart`.
 
         Args:
-            size: Ranks of a group; divides ``world_size``.
+            size: Number of ranks in a group; a divisor of ``world_size``.
             quiet: As for :meth:`apart`.
+
+        Raises:
+            InputError: If ``size`` does not divide ``world_size``.
         """
+        if size < 1 or self.world_size % size:
+            raise InputError(f"split: {size} ranks a group, expected a divisor of the {self.world_size} ranks")
         if size == self.world_size:
             return self.apart(quiet=quiet)
         ranks, mine, backend = dist.get_process_group_ranks(self.group), None, "gloo" if quiet else None
@@ -360,9 +363,7 @@ class Communicator(Transport):
         for first in range(0, self.world_size, size) if size > 1 else ():
             members, is_mine = ranks[first : first + size], first <= self.rank < first + size
             if is_mine or not some:
-                made = dist.new_group(
-                    members, timeout=self._group_timeout, backend=backend, use_local_synchronization=some
-                )  # fmt: skip
+                made = self._new_group(members, backend, self._group_timeout)
                 mine = made if is_mine else mine
         return self._beside(mine, quiet=quiet, first=self.rank - self.rank % size)
 
@@ -380,7 +381,7 @@ class Communicator(Transport):
     # -- parts of an exchange, for autograd functions and for rows that travel while a backend computes ---------------
 
     def pack(self, x: Tensor, index: Tensor, label: str, wire: torch.dtype | None = None) -> Tensor:
-        """Copy the rows ``index`` of ``x`` into one buffer, which is valid until the next call; nothing travels."""
+        """Copy the rows ``index`` of ``x`` into a buffer, valid until the next ``pack``. Nothing travels."""
         with recorded(self.recorder, "pack", label):
             buffer = self.buffers.get("rows sent", index.numel(), x, wire)
             if buffer.dtype == x.dtype:
@@ -388,7 +389,7 @@ class Communicator(Transport):
             return buffer.copy_(x.index_select(0, index))
 
     def add_rows(self, out: Tensor, rows: Tensor, index: Tensor, label: str) -> None:
-        """Add ``rows`` to the rows ``index`` of ``out``, in place; no index comes twice. Nothing travels."""
+        """Add ``rows`` to the rows ``index`` of ``out``, in place; indices must be distinct. Nothing travels."""
         with recorded(self.recorder, "unpack", label):
             if rows.numel():
                 # no row repeats, so plain indexed writes add up in a fixed order
@@ -405,7 +406,7 @@ class Communicator(Transport):
     ) -> None:
         """Send ``outgoing[p]`` to rank p and fill ``incoming[p]`` from it, for every other rank p.
 
-        All tensors are contiguous; the options are those of :class:`~pygdist.comm.Transfer`.
+        Tensors must be contiguous. The options are those of :class:`~pygdist.comm.Transfer`.
         """
         transfer = Transfer(self, incoming, label, ring=ring, continues=continues)
         for message in transfer.targets:
@@ -413,14 +414,16 @@ class Communicator(Transport):
         transfer.finish()
 
     def reduce_in_place(self, x: Tensor, label: str, *, of_model: bool = False) -> None:
-        """Replace the contiguous tensor ``x`` by its sum over all ranks; no gradient. Every rank calls it.
+        """Replace the contiguous tensor ``x`` by its sum over all ranks. Every rank makes the call. No gradient.
 
         Args:
             x: The tensor.
-            label: Names the exchange in errors; equal on all ranks.
-            of_model: For calls of a model, where ranks may make others: on the CPU, sums with different labels are kept
-                apart.
+            label: Name of the exchange in errors; equal on all ranks.
+            of_model: True for calls of a model, whose code may make different calls on different ranks. On the CPU,
+                sums with different labels then never mix.
         """
+        if self.world_size == 1:  # without a group of its own, torch would take that of all ranks
+            return
         self.announce(label)
         self.meter.called()
         with self.waiting(x.device), recorded(self.recorder, "reduce", label), self.attempt(label):
@@ -490,5 +493,5 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def describe_rows(x: Tensor) -> str:
-    """Return the width and dtype of rows, for labels: equal on all ranks, as the number of rows need not be."""
+    """Return the width and dtype of rows, for labels; unlike the number of rows, these are equal on all ranks."""
     return f"{'x'.join(map(str, x.shape[1:])) or '1'} {str(x.dtype).removeprefix('torch.')}"

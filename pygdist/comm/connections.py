@@ -1,4 +1,4 @@
-"""Connections of this process: for how long no byte has moved between its rank and the others."""
+"""Connections of this process: the seconds in which no byte has moved between this rank and the others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TCP_INFO, _BYTES_ACKED = 11, 120  # of Linux: the option, and where its two cou
 
 
 class Connections:
-    """Watches the TCP connections of this process, but not those of the job's store, which heartbeats use.
+    """Watches the TCP connections of this process, except connections to the job's store, which heartbeats use.
 
     Args:
         store: The job's store.
@@ -30,13 +30,13 @@ class Connections:
         self._bytes, self._since = -1, time.monotonic()
 
     def anew(self) -> Connections:
-        """Watch from now on."""
+        """Return a new watch over the connections, which begins now."""
         return Connections(self._store)
 
     def still_s(self) -> float | None:
-        """Return the seconds in which no byte arrived here or from here; ``None`` where that cannot be seen.
+        """Return the seconds in which no byte has arrived or left; ``None`` if these bytes cannot be seen.
 
-        Nccl moves bytes past the system's TCP; other systems than Linux do not count.
+        They cannot be seen once a GPU is used, as nccl may bypass the system's TCP, and on systems other than Linux.
         """
         if torch.cuda.is_initialized() or not Path("/proc/self/fd").is_dir():
             return None

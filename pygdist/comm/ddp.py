@@ -26,28 +26,29 @@ DDP_OPTIONS: dict[str, Any] = {_SYNC_BUFFERS: False}
 
 
 def ddp_loss_scale(num_labelled: float, world_size: int) -> float:
-    """Return the factor for each rank's summed loss: DDP's mean of gradients is then that of the mean loss over nodes.
+    """Return the factor for each rank's summed loss with which DDP's mean gradient is the mean loss's gradient.
 
-    ``num_labelled`` counts the labelled training nodes of the whole graph.
+    ``num_labelled`` is the number of labelled training nodes of the whole graph.
     """
     return world_size / num_labelled
 
 
 def sum_in_one_round(model: DistributedDataParallel, communicator: Communicator) -> bool:
-    """Let all ranks send their gradients to all others at once, if these are small; every rank makes the call.
+    """Let all ranks send their gradients to all others at once, if gradients are small. Every rank makes the call.
 
-    gloo sums in a ring, of :math:`2 (N - 1)` rounds for N ranks, and each round waits in the links' queues behind the
-    large messages of exchanges that go on meanwhile. Sums are added in rank order.
+    gloo sums in a ring, of :math:`2 (N - 1)` rounds for N ranks. In each round, messages wait in the links' queues
+    behind the large messages of exchanges under way. Here all ranks add up gradients in rank order.
 
-    The sum is awaited within the backward pass, so it must be its last exchange on every rank: all gradients must be
-    in one bucket, and no layer may make exchanges in its backward pass after the last gradient is known, as norms may.
+    Each rank waits for the sum within the backward pass, so the sum must be the last exchange of this pass on every
+    rank: all gradients must be in one bucket, and no layer, such as a norm, may make an exchange in its backward pass
+    after the last gradient is known.
 
     Args:
         model: The model.
         communicator: The ranks; the sums get a process group of their own.
 
     Returns:
-        False if DDP goes on as it does.
+        False if DDP keeps its own sum.
     """
     parameters = [one for name, one in model.module.named_parameters() if _is_reduced(model, name, one)]
     num_bytes = sum(one.numel() * one.itemsize for one in parameters)
@@ -65,11 +66,11 @@ def sum_in_one_round(model: DistributedDataParallel, communicator: Communicator)
 
 
 def sum_behind_exchanges(model: DistributedDataParallel, communicator: Communicator) -> None:
-    """Let gradients be summed by the process group of exchanges; every rank makes the call.
+    """Let DDP sum gradients in the process group of exchanges. Every rank makes the call.
 
     Sums and exchanges in two groups of nccl on one GPU may wait for each other for ever. In one group they run in the
-    order of their calls, which must be equal on all ranks. One bucket (:data:`ONE_BUCKET_MB`) ensures that: it is
-    summed when the last gradient is known, behind the exchanges of the backward pass that lead to gradients.
+    order of their calls, which must be equal on all ranks. With one bucket (:data:`ONE_BUCKET_MB`) the order is equal:
+    the sum begins when the last gradient is known, after the exchanges of the backward pass that lead to gradients.
 
     Args:
         model: The model.
@@ -92,11 +93,12 @@ def _mean(communicator: Communicator, mine: Tensor) -> torch.futures.Future[Tens
 
 
 def settle_buckets(model: DistributedDataParallel) -> None:
-    """Let DDP arrange its buckets of gradients now, before the first step; all ranks make the call.
+    """Let DDP arrange its buckets of gradients now, before the first step. Every rank makes the call.
 
-    DDP arranges them anew after the first step of a process, in the order in which gradients came. Three or more ranks
-    add up the gradients of the first step in another order than later ones, and a run that resumes would differ from
-    one that went on. Here gradients of zero come first, from the last parameter to the first, and are thrown away.
+    DDP rearranges its buckets after the first step of a process, in the order in which gradients arrived. So three or
+    more ranks add up the gradients of the first step in another order than later gradients, and a resumed run differs
+    from an uninterrupted one. This function first gives DDP gradients of zero, from the last parameter to the
+    first, and discards them; no parameter changes.
     """
     parameters = [one for name, one in model.module.named_parameters() if _is_reduced(model, name, one)]
     sparse = any(getattr(one, "sparse", False) for one in model.module.modules() if isinstance(one, _EMBEDDINGS))

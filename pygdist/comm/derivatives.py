@@ -1,6 +1,6 @@
-"""Refuses derivatives that pygdist does not compute: second ones, and those of torch's transformations.
+"""Refuses derivatives that pygdist does not compute: second derivatives, and derivatives by torch's transformations.
 
-Torch's own ``once_differentiable`` takes some results for constants, so that their derivatives are missing in silence.
+Torch's own ``once_differentiable`` treats some results as constants, and drops their derivatives without a message.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TRANSFORMED = (
 
 
 def is_transformed() -> bool:
-    """True where tensors stand for others, have tangents or have no values, so kernels and exchanges cannot run."""
+    """Tell if a transformation of torch is active, under which kernels and exchanges cannot run."""
     by_function = torch._C._functorch.maybe_current_level() is not None
     has_tangents = torch.autograd.forward_ad._current_level >= 0
     traced = torch.jit.is_tracing() or torch.compiler.is_exporting()
@@ -36,10 +36,10 @@ def is_transformed() -> bool:
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Let the ``backward`` of an autograd function compute without a graph, and refuse the derivative of its results.
+    """Let an autograd function's ``backward`` compute without a graph, and refuse derivatives of its results.
 
-    Torch's decorator of this name refuses nothing if the gradients that ``backward`` gets need none themselves; but
-    gradients of attention also depend on the rows that went in.
+    Torch's decorator of this name refuses nothing if the incoming gradients need no gradient; but the gradients of
+    attention also depend on the input rows.
     """
 
     @functools.wraps(backward)
@@ -54,7 +54,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_second_derivative(*_: Any) -> NoReturn:
-    """Stand for a derivative that is not computed.
+    """Raise the error for a derivative that pygdist does not compute.
 
     Raises:
         InputError: Always; on all ranks, as they run the same model.

@@ -1,8 +1,8 @@
 """A directory of all nodes: finds the owner and the row of any node, for exchanges that were not planned.
 
-The plan of a hop is made with the partition. Nodes that are drawn anew in every epoch, such as the ends of negative
-pairs, must be found first. Rank *id mod world_size* knows the owner of node *id*, so each rank holds an equal share of
-the directory.
+The plan of a hop is made with the partition. For nodes that are drawn in every epoch, such as the ends of negative
+pairs, ranks must first ask for the owners. Rank *id mod world_size* knows the owner of node *id*, so each rank holds an
+equal share of the directory.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pygdist.comm.plan import ExchangePlan
 
 
 class NodeDirectory:
-    """Plans the exchange of rows of any nodes, by their global ids; every rank makes each call.
+    """Plans the exchange of rows of any nodes, by their global ids. Every rank makes each call.
 
     Args:
         owned_id: Global ids of this rank's nodes, ``(num_owned,)`` int64.
-        num_nodes: Nodes of all ranks.
+        num_nodes: Number of nodes of all ranks.
         communicator: The ranks.
 
     Example:
@@ -44,7 +44,7 @@ class NodeDirectory:
 
     @property
     def device(self) -> torch.device:
-        """The device of this rank's tables; the ids that methods take are on it too."""
+        """The device of this rank's tables; methods take ids on this device."""
         return self._owner.device
 
     def plan(self, ids: Tensor) -> tuple[ExchangePlan, Tensor]:
@@ -54,8 +54,8 @@ class NodeDirectory:
             ids: Global ids of nodes, ``(n,)`` int64, in any order; an id may come several times.
 
         Returns:
-            A plan, and for each of ``ids`` its position, ``(n,)`` int64, among this rank's own rows followed by those
-            that are fetched.
+            A plan, and the position of each of ``ids``, ``(n,)`` int64, in a list of this rank's own rows followed by
+            the fetched rows.
         """
         wanted, inverse = ids.unique(return_inverse=True)
         owner, row = self._look_up(wanted)
@@ -80,7 +80,8 @@ class NodeDirectory:
             values: The numbers, ``(n, k)`` int64.
 
         Returns:
-            What came for this rank's nodes, ``(m, 1 + k)`` int64: the node's row among this rank's, and the numbers.
+            The numbers sent for this rank's nodes, ``(m, 1 + k)`` int64. Each line has the node's row on this rank,
+            then the numbers.
         """
         owner, row = self._look_up(ids)
         entries = torch.cat([row[:, None], values], dim=1)[owner.argsort(stable=True)]

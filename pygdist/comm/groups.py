@@ -1,4 +1,4 @@
-"""Process groups of this process: how a call that waits in one is made to fail."""
+"""Breaks process groups of this process, so that calls that wait in a group fail."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _AT_ONCE = datetime.timedelta(milliseconds=1)
 
 
 def break_groups(unless: Callable[[], bool] = lambda: False) -> bool:
-    """Let every call fail that waits for other ranks in a process group of this process; the groups are of no more use.
+    """Let every call that waits for other ranks in a process group of this process fail; the groups become useless.
 
-    With gloo a receive that runs out of time closes all connections of its group, on other ranks too; nccl is aborted.
+    With gloo, a receive that times out closes all connections of its group, on other ranks too. nccl is aborted.
 
     Args:
-        unless: Asked at last: if it returns True, nothing is broken.
+        unless: Called right before the groups break; if it returns True, they stay as they are.
 
     Returns:
         True if there was a group.
@@ -34,7 +34,7 @@ def break_groups(unless: Callable[[], bool] = lambda: False) -> bool:
 def await_break(timeout_s: float) -> None:
     """Wait until no other thread is in :func:`break_groups`.
 
-    Python must not end meanwhile: a thread that then drops the last reference to a group aborts the process
+    Python must not end before: a thread that drops the last reference to a group while Python ends aborts the process
     ("terminate called without an active exception").
     """
     if _breaking.acquire(timeout=timeout_s):
@@ -42,7 +42,7 @@ def await_break(timeout_s: float) -> None:
 
 
 def abort_nccl() -> None:
-    """Abort every call of nccl in this process, so that no group waits for another one to end."""
+    """Abort every nccl call in this process, so that no group waits for the end of another."""
     if not (dist.is_available() and dist.is_initialized()):
         return
     with_nccl = [group for group in _groups() if _backends_of(group) - {"gloo"}]

@@ -1,4 +1,4 @@
-"""Processes that ``torchrun`` has started: they join each other by its variables, and take a GPU each."""
+"""Processes that ``torchrun`` has started: they join by torchrun's environment variables, and take a GPU each."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ _TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def join(store: dist.Store | None = None) -> bool:
-    """Join the other processes of the variables; return false if there are none, or it was done.
+    """Join the processes that the environment variables describe; return false if there are none, or they have joined.
 
-    They meet in ``store``, by default that of ``torchrun``.
+    The processes meet in ``store``, by default the store of ``torchrun``.
 
     Raises:
-        InputError: If a variable is missing, or cannot be right (:func:`~pygdist.launch_variables.check_launch`).
+        InputError: If a variable is missing, or has an impossible value
+            (:func:`~pygdist.launch_variables.check_launch`).
     """
     if dist.is_initialized():
         return False
@@ -41,7 +42,7 @@ def join(store: dist.Store | None = None) -> bool:
 
 
 def check_alone() -> None:
-    """Refuse processes that would each train alone on the whole graph, as nobody has told them of the others.
+    """Refuse processes that would each train alone on the whole graph, as they do not know of each other.
 
     Raises:
         InputError: If another launcher than torchrun has started several processes.
@@ -59,7 +60,7 @@ def check_alone() -> None:
 def new_group(device: torch.device) -> dist.ProcessGroup:
     """Make a group of all processes: over nccl if each has a GPU of its own, else over gloo.
 
-    Every process calls it, with its device. nccl refuses processes that share a GPU.
+    Every process makes the call, with its device. nccl refuses processes that share a GPU.
     """
     group: dist.ProcessGroup = dist.new_group(backend="gloo")
     mine = torch.tensor([number_of(device) if device.type == "cuda" else -1.0], dtype=torch.float64)
@@ -74,12 +75,12 @@ def new_group(device: torch.device) -> dist.ProcessGroup:
 
 
 def is_first_of_machine() -> bool:
-    """Tell if this process is the first of its machine, which partitions."""
+    """Tell if this process is the first of its machine; the first process partitions the graph."""
     return number_on_machine() == 0
 
 
 def number_on_machine() -> int:
-    """Return the number of this process among those of its machine."""
+    """Return the number of this process among the processes of its machine."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 

@@ -1,7 +1,11 @@
-"""The traffic meter: counts what a rank sends and receives, and the seconds that it waits, since the last reset.
+"""The traffic meter: counts a rank's bytes, messages and seconds of waiting since the last reset.
 
-Bytes are payload bytes handed to the process group, without the framing of the transport. Waiting is the time that the
-calling thread is blocked in an exchange. On CUDA it is the time between events of the stream; reading waits for them.
+Bytes are payload bytes handed to the process group, without the framing of the transport. Waiting is the time in which
+an exchange blocks the calling thread. On CUDA, waiting is the time between events of the stream; reading the meter
+waits for these events.
+
+The meter counts exchanges of rows and columns, and sums over ranks. It does not count small calls: gathers of numbers
+and texts, barriers, :meth:`~pygdist.comm.Communicator.send_to` and ``receive_from``.
 """
 
 from __future__ import annotations
@@ -18,17 +22,18 @@ import torch
 
 @dataclass
 class Traffic:
-    """Counters of one rank.
+    """Counters of one rank. Gathers of numbers and texts, barriers and ``send_to`` are not counted.
 
     Attributes:
         sent_bytes: Payload bytes sent to other ranks.
         received_bytes: Payload bytes received from other ranks.
-        sent_messages: Point-to-point messages sent (a rank without rows for another sends it none).
-        calls: Collective calls, counted once per rank whatever the number of messages.
-        exchange_s: Seconds blocked in collective calls.
-        bytes_by_label: ``sent_bytes`` by the label of the exchange.
-        stage_s: Seconds of the stages of mini-batches, by name (:meth:`TrafficMeter.stage`).
-        summed_bytes: The ``sent_bytes`` of sums over all ranks, by label.
+        sent_messages: Messages sent to other ranks; a sum over all ranks counts as one message, and an empty message
+            does not count.
+        calls: Exchanges and sums over ranks that this rank took part in, each counted once.
+        exchange_s: Seconds in which the rank waited in these calls.
+        bytes_by_label: The ``sent_bytes`` of each label of an exchange.
+        stage_s: Seconds of each stage of mini-batches, by name (:meth:`TrafficMeter.stage`).
+        summed_bytes: The ``sent_bytes`` of each label of a sum over all ranks.
     """
 
     sent_bytes: int = 0
@@ -41,15 +46,15 @@ class Traffic:
     stage_s: dict[str, float] = field(default_factory=dict)
 
     def bytes_of(self, prefix: str) -> int:
-        """Return the bytes that were sent under labels that begin so."""
+        """Return the bytes sent in all exchanges whose label begins with ``prefix``."""
         return sum(count for label, count in self.bytes_by_label.items() if label.startswith(prefix))
 
 
 @dataclass
 class TrafficMeter:
-    """Counts into ``total``; :meth:`reset` starts a new period, such as an epoch.
+    """Counts the traffic of a rank, in ``total``; :meth:`reset` starts a new period, such as an epoch.
 
-    Threads may count bytes and calls at once; the main thread alone counts what it waits.
+    Several threads may count bytes and calls at once. Only the main thread counts seconds of waiting.
     """
 
     total: Traffic = field(default_factory=Traffic)
@@ -57,7 +62,7 @@ class TrafficMeter:
     _events: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=deque, init=False, repr=False)
 
     def called(self) -> None:
-        """Count a collective call."""
+        """Count a call in which all ranks take part."""
         with self._lock:
             self.total.calls += 1
 
@@ -69,12 +74,12 @@ class TrafficMeter:
             self.total.bytes_by_label[label] += num_bytes
 
     def received(self, num_bytes: int) -> None:
-        """Count the payload of one message received."""
+        """Count the bytes of one received message."""
         with self._lock:
             self.total.received_bytes += num_bytes
 
     def summed(self, num_bytes: int, label: str) -> None:
-        """Count what this rank sends and receives for a sum over all ranks."""
+        """Count the bytes that this rank sends, and receives, for a sum over all ranks, as one message."""
         self.sent(num_bytes, label)
         self.received(num_bytes)
         with self._lock:
@@ -82,7 +87,7 @@ class TrafficMeter:
 
     @contextmanager
     def waiting(self, device: torch.device) -> Iterator[None]:
-        """Count the time inside the block as blocked in an exchange."""
+        """Count the time inside the block as waiting in an exchange."""
         if device.type == "cuda":
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
@@ -99,7 +104,7 @@ class TrafficMeter:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Count the time inside the block as that of a stage, which a thread may be in while the main thread trains."""
+        """Count the time inside the block for the stage ``name``; another thread may run it during training."""
         begin = time.perf_counter()
         try:
             yield
@@ -108,7 +113,7 @@ class TrafficMeter:
                 self.total.stage_s[name] = self.total.stage_s.get(name, 0.0) + time.perf_counter() - begin
 
     def read(self) -> Traffic:
-        """Return the counters since the last reset."""
+        """Return the counters since the last reset. The object goes on counting; copy it to keep the values."""
         self._take_up(_has_ended)
         return self.total
 
@@ -119,7 +124,7 @@ class TrafficMeter:
             self.total.exchange_s += start.elapsed_time(end) / 1e3
 
     def reset(self) -> Traffic:
-        """Return the counters, and count from zero again."""
+        """Return the counters since the last reset, and start from zero with new counters."""
         with self._lock:
             total, self.total = self.read(), Traffic()
         return total

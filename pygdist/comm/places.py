@@ -1,7 +1,7 @@
-"""Places of ranks in their work: what a rank is in, what it waits for, and whether ranks wait for each other for ever.
+"""Places of ranks in their work: a rank's exchange, the call in which it waits, and deadlocks between ranks.
 
-Nothing is guessed. A rank's call of ``torch.distributed``, its line of the user's code and the processor time of its
-thread are looked up; a rank that says nothing, on this machine, by its process.
+Places are observed, never guessed: a rank's call of ``torch.distributed``, its line of the user's code and the
+processor time of its thread. If a rank of this machine sends no reports, its process is observed.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ _BUSY = 0.02  # of a processor: a thread that takes more does not wait
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a rank in its work: the epoch, the number of the exchange since the start, and its label.
+    """The place of a rank in its work: the epoch, and the number and label of the exchange.
 
-    ``at`` is its place in a model, in words. ``unit`` is what a user's own loop counts as ``epoch``.
+    Exchanges count from the start of the run. ``at`` is the rank's place in a model, in words. ``unit`` is the unit of
+    ``epoch``: an epoch, or a backward pass in the user's own loop.
     """
 
     epoch: int = 0
@@ -65,21 +66,21 @@ class Place:
 
 @dataclass(frozen=True)
 class Report:
-    """The news of one rank in a heartbeat.
+    """The report of one rank in a heartbeat.
 
     Attributes:
-        beats: Heartbeats so far; 0 if there was none.
+        beats: Number of heartbeats so far.
         place: The rank's place.
-        run: The number of the run (fit, test, ...) that it is in, or was in last.
-        call: A call of torch that waits for other ranks, if the rank is in one.
-        line: The line of the user's code that it runs.
-        idle_s: Seconds for which it has waited there, and computed nothing.
-        still_s: Seconds in which no byte moved between it and other ranks; ``None`` where that is not seen.
-        made: Its last exchanges: number and checksum of all labels up to there.
-        left: The reason for which it has left the run, or ended.
-        verdict: Its finding, if it has given up.
-        signum: The signal that ends the run, if one does.
-        process: Its machine and process.
+        run: The number of the rank's current or last run (fit, test, ...).
+        call: The call of torch in which the rank waits for other ranks, if there is one.
+        line: The line of the user's code that the rank runs.
+        idle_s: Seconds for which the rank has waited there without computing.
+        still_s: Seconds in which no byte moved between this rank and others; ``None`` if bytes cannot be seen.
+        made: The rank's last exchanges: their numbers, each with a checksum of all labels up to this exchange.
+        left: The reason why the rank has left the run, or ended; ``None`` if it has not.
+        verdict: The finding of the rank's watchdog, if it has given up.
+        signum: The signal that ends the run, if there is one.
+        process: The rank's machine and process id.
     """
 
     beats: int = 0
@@ -101,7 +102,7 @@ class Report:
 
     @classmethod
     def decoded(cls, text: bytes) -> Report:
-        """Read a report; one that makes no sense counts as none."""
+        """Return the report in ``text``; if it is malformed, a report without any heartbeat."""
         try:
             values = json.loads(text)
             place = Place(**values.pop("place"))
@@ -117,7 +118,7 @@ class Report:
 
     @property
     def waits(self) -> bool:
-        """True in a call that other ranks must make too."""
+        """True if the rank is in a call that other ranks must make too."""
         return self.place.waiting or bool(self.call)
 
     @property
@@ -127,19 +128,19 @@ class Report:
 
     @property
     def whence(self) -> str:
-        """The line of the user's code, or why the rank has left."""
+        """The line of the user's code, or the reason why the rank has left."""
         if self.left is not None:
             return f", and has left {self.place.stage or 'its work'} ({first_line(self.left)})"
         return f" at {self.line}" if self.line else ""
 
     def lost(self, rank: int, silent: str = "") -> str:
-        """Say in one clause that a rank is lost, and on which host, if not on this one."""
+        """Return a clause saying that a rank is lost, with its host if this is another machine."""
         host = self.process[0].partition(" ")[0]
         on = f"on {host}, " if host not in ("", machine().partition(" ")[0]) else ""
         return f"rank {rank} is lost ({on}{silent}last seen in {self.text})"
 
     def described(self, rank: int) -> str:
-        """Say in one clause where a rank is and what it waits in."""
+        """Return a clause with the place of a rank and the call in which it waits."""
         at = f" at {self.line}" if self.line else ""
         if not self.beats:
             return f"rank {rank} has not reported yet"
@@ -162,19 +163,19 @@ def first_line(text: str) -> str:
 
 
 def deadlock(rank: int, reports: Mapping[int, Report], *, soon_s: float, patience_s: float) -> str | None:
-    """Return a clause for each rank if the exchanges that ``rank`` and the others wait in can never be complete.
+    """Return a clause for each rank if the exchanges in which the ranks wait can never end; otherwise ``None``.
 
-    Every rank waits or has left, and one of these holds. (a) Two ranks made different exchanges, for ``soon_s``. (b) No
-    byte has moved for ``patience_s``. (c) Bytes cannot be seen, every rank has waited for ``patience_s``, and another
-    has left for an error, or before the exchange that a rank waits in, or while a rank waits in a call of torch's,
-    which has no number to compare. Ranks that wait in different calls prove nothing by themselves: an exchange ends on
-    one rank earlier than on another.
+    In a deadlock every rank waits or has left, and one of three conditions holds. (a) Ranks that made different
+    exchanges have waited for ``soon_s``. (b) No byte has moved for ``patience_s``. (c) Bytes cannot be seen, every rank
+    has waited for ``patience_s``, and another rank has left: with an error, or before the exchange in which a rank
+    waits, or while a rank waits in a call of torch's, which has no number to compare. Waiting in different calls alone
+    is no deadlock: an exchange ends earlier on one rank than on another.
 
     Args:
         rank: The rank that asks.
-        reports: The news of all ranks.
-        soon_s: Seconds for which ranks wait that made different exchanges.
-        patience_s: Seconds for which ranks wait otherwise.
+        reports: The reports of all ranks.
+        soon_s: Seconds of waiting after which different exchanges count as a deadlock.
+        patience_s: Seconds of waiting in the other cases.
     """
     mine = reports[rank]
     later = {one for one, report in reports.items() if report.left is None and report.run > mine.run}
@@ -195,11 +196,11 @@ def deadlock(rank: int, reports: Mapping[int, Report], *, soon_s: float, patienc
 
 
 def apart(places: Sequence[str], whence: Sequence[str]) -> str:
-    """Say where ranks are that are at different places of a model, and what to do; empty if they are not.
+    """Return a text that names the different places of ranks in a model, and a remedy; empty if places are equal.
 
     Args:
         places: The place of each rank.
-        whence: More about each rank.
+        whence: More information about each rank.
     """
     if len(set(places)) == 1:
         return ""
@@ -211,7 +212,7 @@ def apart(places: Sequence[str], whence: Sequence[str]) -> str:
 
 
 def is_of_connection(error: BaseException) -> bool:
-    """Tell if an error of torch, of a library above it or of the system says that a call among ranks failed."""
+    """Tell if an error of torch, of another library or of the system means that a call among ranks failed."""
     words = ("connection closed", "connection reset", "timed out", "timeout", "broken pipe", "nccl", "socket")
     text = str(error).lower() if isinstance(error, RuntimeError) else ""
     kinds = (dist.DistError, ConnectionError, TimeoutError)
@@ -219,7 +220,7 @@ def is_of_connection(error: BaseException) -> bool:
 
 
 def failure(found: str, said: str) -> RuntimeError:
-    """Return the error for a call that failed for what the watchdog found."""
+    """Return the error for a failed call, given the watchdog's finding and the message."""
     return UnequalRanksError(found) if found.startswith((APART, _DIFFERENT)) else LostRankError(said)
 
 
@@ -245,10 +246,10 @@ def _wait_for(here: list[Report], gone: list[Report]) -> bool:
 
 
 class Thread:
-    """The thread of this process that works for the rank: the call and the line that it is in.
+    """Observes the thread of this process that works for the rank: its call and its line of code.
 
     Args:
-        ident: Its identifier.
+        ident: Identifier of the thread.
     """
 
     def __init__(self, ident: int) -> None:
@@ -259,7 +260,7 @@ class Thread:
         self._since = self._looked
 
     def anew(self) -> Thread:
-        """Watch the thread from now on."""
+        """Return a new observer of the thread, which begins now."""
         return Thread(self._ident)
 
     def look(self, place: Place) -> tuple[str, str, float]:
@@ -348,7 +349,7 @@ def _kind(file: str) -> str:
 
 @lru_cache(maxsize=1)
 def machine() -> str:
-    """Name this machine, and what it sees of processes."""
+    """Return a name of this machine, which also distinguishes containers with process ids of their own."""
     try:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -357,7 +358,7 @@ def machine() -> str:
 
 
 def busy_ticks(pid: int) -> int | None:
-    """Return the processor time of a process of this machine; ``None`` if it has ended, is stopped, or is not seen."""
+    """Return the processor time of a process of this machine; ``None`` if it has ended, is stopped, or is hidden."""
     try:
         state, *numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -375,7 +376,7 @@ def is_stopped(process: tuple[str, int]) -> bool:
 
 
 def kill_stopped(process: tuple[str, int]) -> None:
-    """Kill a process of this machine if it is stopped: one that the others have given up would stay behind for ever."""
+    """Kill a process of this machine if it is stopped, as it would stay for ever once the other ranks have ended."""
     if is_stopped(process):
         with contextlib.suppress(ProcessLookupError):
             os.kill(process[1], signal.SIGKILL)

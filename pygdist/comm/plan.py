@@ -1,7 +1,7 @@
 """The plan of an exchange: the rows that this rank sends to, and receives from, each other rank in one hop.
 
-A plan is made once, when the graph is partitioned, and used in every hop of every epoch. Both sides agree on the order
-of rows, so no index is ever sent.
+A plan is made once, when the graph is partitioned, and used in every hop of every epoch. Sender and receiver know the
+order of rows, so no index is ever sent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ExchangePlan:
         recv_counts: Rows received from each rank; 0 from this rank itself. Received rows are laid out in rank order.
 
     Raises:
-        ValueError: If the three do not fit each other.
+        ValueError: If the three arguments do not fit each other.
     """
 
     send_index: Tensor
@@ -43,12 +43,12 @@ class ExchangePlan:
 
     @property
     def num_sent(self) -> int:
-        """Rows that leave this rank in one hop."""
+        """Number of rows that leave this rank in one hop; a row that goes to two ranks counts twice."""
         return sum(self.send_counts)
 
     @property
     def num_received(self) -> int:
-        """Halo rows that arrive at this rank in one hop."""
+        """Number of halo rows that arrive at this rank in one hop."""
         return sum(self.recv_counts)
 
     def send_index_of(self, peer: int) -> Tensor:
@@ -57,11 +57,12 @@ class ExchangePlan:
         return self.send_index[start : start + self.send_counts[peer]]
 
     def chosen(self, sent: Tensor, received: Tensor) -> ExchangePlan:
-        """Return the exchange of some of the rows.
+        """Return a plan for some of the rows.
 
         Args:
             sent: True for each row of ``send_index`` that is sent; bool.
-            received: True for each row that arrives; bool. Sender and receiver choose the same rows.
+            received: True for each received row of this plan that arrives; bool. Sender and receiver must choose the
+                same rows.
         """
         send_counts, recv_counts = (
             tuple(int(mask.sum()) for mask in chosen.split(list(counts)))

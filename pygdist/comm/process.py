@@ -1,4 +1,4 @@
-"""The watchdog of this process: one for its default process group, from the first call that needs other ranks on."""
+"""The watchdog of this process: one for the default process group, made by the first call that needs other ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _group: weakref.ref[dist.ProcessGroup] | None = None
 
 
 def watch(store: dist.Store | None = None, rank: int = 0, world_size: int = 0) -> Watchdog:
-    """Return the watchdog of this process; it begins now, if there is none for the default process group.
+    """Return the watchdog of this process; make one if the default process group has none.
 
     Args:
         store: The job's store, for a process that has no default process group yet; by default the group's own.
@@ -60,6 +60,6 @@ def _lives() -> bool:
 
 
 def leave(found: str) -> None:
-    """End this process: its main thread waits for ranks that will not answer, in a call that no exception reaches."""
+    """End this process, whose main thread waits for ranks that will not answer, where no exception reaches it."""
     log.error("%s; leaving", found)
     exit_now(128 + _current.signum if _current is not None and _current.signum else 1)

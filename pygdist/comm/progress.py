@@ -1,4 +1,4 @@
-"""Exchanges that a GPU makes while the host goes on, as with nccl: which of them are not over."""
+"""Exchanges that a GPU makes while the host goes on, as with nccl, and that are not over."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Event(Protocol):
     """An event of a GPU, such as ``torch.cuda.Event``."""
 
     def query(self) -> bool:
-        """Tell if the GPU is past the event; the host does not wait."""
+        """Tell if the GPU has passed the event; the host does not wait."""
 
 
 class GpuEvent:
-    """An event of a GPU behind all that the current stream does, which any thread may ask.
+    """An event of a GPU after all work of the current stream; any thread may query it.
 
     Args:
-        device: The GPU. A thread that asks without it would begin to use the first one.
+        device: The GPU. Without it, a query from another thread would begin to use the first GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,7 +37,7 @@ class GpuEvent:
 
 
 class DeviceProgress:
-    """The exchanges of this rank that its GPU has still to make, oldest first. Any thread may ask."""
+    """The exchanges of this rank that its GPU has not finished, oldest first. Any thread may call the methods."""
 
     def __init__(self) -> None:
         self._ahead = deque[tuple[Place, float, Event]]()
@@ -47,8 +47,8 @@ class DeviceProgress:
         """Note an exchange that the host has handed to the GPU.
 
         Args:
-            place: The place of the rank in it.
-            over: Marks the end of the exchange.
+            place: The place of the rank during the exchange.
+            over: An event at the end of the exchange.
         """
         with self._lock:
             self._drop()
@@ -57,7 +57,7 @@ class DeviceProgress:
     def oldest(self) -> tuple[Place, float] | None:
         """Return the place of the oldest exchange that is not over, and the seconds for which it has been the oldest.
 
-        The GPU may compute in these, before it comes to the exchange. ``None`` if it has made all.
+        In these seconds the GPU may still compute, before the exchange begins. ``None`` if all exchanges are over.
         """
         with self._lock:
             self._drop()

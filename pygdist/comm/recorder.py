@@ -1,4 +1,4 @@
-"""Records when a rank packs, sends and waits, as spans on a monotonic clock, for timelines."""
+"""Records the spans of time in which a rank packs, sends and waits, on a monotonic clock, for timelines."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ class Span:
     """One activity of a rank.
 
     Attributes:
-        kind: ``pack``, ``send``, ``wait``, ``aggregate``, ``unpack``, ``reduce``, or a caller's own: one at a time.
-            ``travel`` is an exchange from its beginning to its end.
-        label: The exchange that it belongs to.
+        kind: Name of the activity: ``pack``, ``send``, ``wait``, ``aggregate``, ``unpack``, ``reduce``, or a caller's
+            own name; on one thread these do not overlap. ``travel`` is the time that an exchange takes; in ring order
+            each message has a ``travel`` span of its own.
+        label: The exchange to which the span belongs.
         start, end: Nanoseconds on this machine's monotonic clock.
-        aside: True if the rank's main thread did something else meanwhile, or may have.
+        aside: True if the rank's main thread did, or could do, other work during the span.
         busy: Nanoseconds of processor time of the thread; less than ``end - start`` if the thread waited or another
-            one had the core.
+            thread had the core.
     """
 
     kind: str
@@ -32,7 +33,7 @@ class Span:
 
 @dataclass
 class Recorder:
-    """Spans in the order in which they ended; as ``communicator.recorder`` it gets those of exchanges."""
+    """A list of spans, in the order in which they ended. Set it as ``communicator.recorder`` to record exchanges."""
 
     spans: list[Span] = field(default_factory=list)
 

@@ -1,10 +1,10 @@
 """Several parts on one rank: they run one after another, and exchange rows between two runs.
 
-A part that needs rows which another part has not computed yet stores the rows that it sends, and stops
-(:class:`Postponed`). When all parts of all ranks have stopped, the stored rows are exchanged. Then each part runs again
-from its beginning, gets the rows it asked for, and goes on to its next exchange. So a part must do the same each time,
-and with N exchanges it runs N + 1 times. This trades time for memory, which holds one part at a time; the rows lie in
-files.
+If a part needs rows that another part has not computed yet, the part stores the rows that it sends, and stops
+(:class:`Postponed`). When all parts of all ranks have stopped, ranks exchange the stored rows. Then each part runs
+again from its beginning, gets the rows of the exchanges before, and goes on to its next exchange. So a part must do the
+same each time, and runs N + 1 times for N exchanges. This takes more time, but memory holds only one part at a time;
+the stored rows are in files.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ def run_parts(
     communicator: Communicator,
     folder: Path,
 ) -> int:
-    """Run this rank's parts, again after each exchange, until all are done; every rank makes the call.
+    """Run this rank's parts, again after each exchange, until all parts are done. Every rank makes the call.
 
     Args:
         parts: The parts of this rank: ``rank, rank + world_size, ...`` below ``num_parts``.
-        num_parts: Parts of all ranks.
+        num_parts: Number of parts of all ranks.
         run: Called with a part's :class:`PartCommunicator`; runs this part, without gradients, and does not catch
-            :class:`~pygdist.comm.replay.Postponed`. It must do the same each time; the last time it comes to its end.
+            :class:`~pygdist.comm.replay.Postponed`. The function must do the same each time; only the last call runs to
+            its end.
         communicator: The ranks.
         folder: An empty folder for the rows that are exchanged.
 
@@ -72,7 +73,7 @@ def run_parts(
 
 
 class PartCommunicator(Communicator):
-    """A communicator of one part: ``rank`` is its number, ``world_size`` the number of parts.
+    """A communicator of one part: ``rank`` is the part's number, ``world_size`` the number of parts.
 
     ``answers`` holds the rows that this rank's parts have received so far.
     """

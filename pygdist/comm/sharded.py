@@ -1,4 +1,4 @@
-"""Weights of which each rank trains the columns that it holds: their gradients never travel (P3, Sec. 3.2.2)."""
+"""Sharded weights: each rank trains the columns that it holds, and gradients never travel (P3, Sec. 3.2.2)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from pygdist.comm.communicator import Communicator
 
 
 class ShardedWeights:
-    """The first layer's weights, whose second dimension is cut as the features are.
+    """The first layer's weights, whose columns are divided among ranks as the feature columns are.
 
-    Each rank has all columns of a weight, but those of other ranks are out of date, and so are their entries in an
-    optimiser's state. :meth:`gather` brings them: before an evaluation, a checkpoint and the end of training.
+    Each rank has all columns of a weight. The columns of other ranks are out of date, and so are the entries for these
+    columns in an optimiser's state. :meth:`gather` brings them up to date: before an evaluation, before a checkpoint
+    and at the end of training.
 
     Args:
         parameters: The weights, ``(H, F)``.
@@ -27,7 +28,7 @@ class ShardedWeights:
         self.parameters, self._slices, self._communicator = list(parameters), list(slices), communicator
 
     def share(self) -> None:
-        """Give all ranks the weights of rank 0, as DDP does for parameters that it trains."""
+        """Give all ranks the weights of rank 0, as DDP does for its parameters."""
         communicator = self._communicator
         for one in self.parameters:
             values, is_first = one.detach().contiguous(), communicator.rank == 0
@@ -40,7 +41,7 @@ class ShardedWeights:
                 one.detach().copy_(incoming[0])
 
     def gather(self, optimizers: Iterable[Optimizer]) -> None:
-        """Bring the columns of all ranks, of the weights and of the optimisers' state; every rank makes the call."""
+        """Update all columns, of the weights and of the optimisers' state, from their ranks. Every rank calls it."""
         for one in self.parameters:
             states = [optimizer.state.get(one, {}) for optimizer in optimizers]
             alike = [
@@ -62,9 +63,9 @@ class ShardedWeights:
                 values[:, one] = incoming[rank]
 
     def norm_with(self, others: Iterable[nn.Parameter]) -> Tensor:
-        """Return the norm of the gradients of these weights on all ranks, and of other parameters on this one.
+        """Return the norm of all gradients: these weights' on all ranks, and other parameters' on this rank.
 
-        Every rank makes the call. Gradients of other parameters are alike on all ranks.
+        Every rank makes the call. Gradients of other parameters must be equal on all ranks.
         """
         mine = self._slices[self._communicator.rank]
         squares = [one.grad[:, mine].double().square().sum() for one in self.parameters if one.grad is not None]

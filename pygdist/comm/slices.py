@@ -8,10 +8,10 @@ function                    a rank gives                           a rank gets  
 :func:`share_rows`          :math:`(n, *)`: its rows               :math:`(N, *)`: the rows of all      sum over ranks
 ==========================  =====================================  ===================================  ===============
 
-Columns are the last dimension. The :math:`N` rows of all ranks stand in rank order; ``counts`` is the number of rows of
-each rank, and :math:`c` is this rank's share of :math:`C` columns (:func:`columns_of`). :func:`split_and_share` does
-both at once. Every rank makes every call; each is one exchange, named by ``label`` in errors, and so is its backward
-pass. On one process tensors are returned as they are.
+Columns are the last dimension. The :math:`N` rows of all ranks are in rank order; ``counts`` is the number of rows of
+each rank, and :math:`c` is this rank's share of :math:`C` columns (:func:`columns_of`). :func:`split_and_share` splits
+one tensor and shares another in one exchange. Every rank makes every call. Each call is one exchange, named by
+``label`` in errors, and so is its backward pass. On one process tensors are returned as they are.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pygdist.memory.overflow import Overflow
 
 
 def columns_of(width: int, rank: int, world_size: int) -> slice:
-    """Return the columns that a rank holds: as even as can be; with fewer columns than ranks, some hold none.
+    """Return the columns that a rank holds. Shares differ by one column at most, and may be empty.
 
     Example:
         >>> [columns_of(7, rank, 3) for rank in range(3)]
@@ -72,9 +72,9 @@ def share_rows(
 ) -> Tensor:
     r"""Give every rank the rows of all ranks (an all-gather).
 
-    The backward sums, for each row, the gradients of all ranks in rank order (a reduce-scatter). With ``overflow`` the
-    result is stored there, travels in pieces that fit the device, and its gradient may be there too; by default the
-    result is on the device of ``x``.
+    The backward pass sums the gradients of each row over ranks, in rank order (a reduce-scatter). With ``overflow`` the
+    result is stored in it and travels in pieces that fit the device; the gradient of the result may be there too. By
+    default the result is on the device of ``x``.
 
     Shapes:
         ``x`` is :math:`(n, *)`, the result :math:`(N, *)`.
@@ -110,9 +110,9 @@ def split_and_share(
 
 
 def with_phantom_column(x: Tensor) -> Tensor:
-    """Return a rank's columns, or a column of ones if it has none; the results of that column are to be cut off.
+    """Return a rank's columns, or one column of ones if the rank has none; the caller drops this column's results.
 
-    So a rank without columns takes part in all exchanges and agreements, and its parameters have gradients, of zeros.
+    So a rank without columns takes part in all exchanges and agreements, and its parameters have gradients, all zero.
     """
     return x if x.size(-1) else torch.cat([x, x.new_ones((*x.shape[:-1], 1))], dim=-1)
 

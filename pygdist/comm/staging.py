@@ -1,4 +1,4 @@
-"""Rows on a GPU travel through memory of the host where a process group cannot send from the GPU, as gloo cannot."""
+"""Rows on a GPU travel through the host's memory if the process group, as gloo, cannot send from the GPU."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pygdist.memory.ring import download, settle
 
 
 class HostCopy:
-    """Rows of a GPU on their way into memory of the host, while the GPU goes on.
+    """A copy of a GPU's rows in the host's memory, made while the GPU goes on.
 
     Args:
-        rows: The rows, as the current stream makes them.
+        rows: The rows; the copy begins when the current stream has computed them.
     """
 
     def __init__(self, rows: Tensor) -> None:
@@ -20,12 +20,12 @@ class HostCopy:
         download(rows, self._host)
 
     def get(self) -> Tensor:
-        """Wait for the copy, on any thread, and return it."""
+        """Wait for the end of the copy, on any thread, and return the rows."""
         settle(self._device, self._host)
         return self._host
 
 
 def landing(rows: Tensor) -> Tensor:
-    """Return uninitialised memory of the host of the shape and type of ``rows``."""
+    """Return uninitialised memory on the host with the shape and dtype of ``rows``."""
     with torch.inference_mode(False):  # another thread fills it, which is in no such mode
         return torch.empty(rows.shape, dtype=rows.dtype)

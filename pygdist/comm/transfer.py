@@ -26,9 +26,9 @@ _AHEAD = 2  # messages on their way at once: ranks are not quite at the same pac
 
 
 class Message(NamedTuple):
-    """The rows that go to one rank, or come from it, at a time.
+    """A message: rows that this rank sends to, or receives from, another rank together.
 
-    ``rank`` is the other rank. ``number`` counts the messages of this exchange with that rank, from 0.
+    ``rank`` is the other rank. ``number`` counts the messages of the exchange to that rank, or from it, from 0.
     """
 
     rank: int
@@ -36,13 +36,13 @@ class Message(NamedTuple):
 
 
 def message_rows(num_rows: int, number: int, messages: int) -> slice:
-    """The rows in message ``number`` if ``num_rows`` rows travel in so many messages; sender and receiver agree."""
+    """Return the rows in message ``number`` if ``messages`` messages carry ``num_rows`` rows; the same at both ends."""
     size = -(-num_rows // messages)
     return slice(min(number * size, num_rows), min((number + 1) * size, num_rows))
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A view of a contiguous tensor as bytes: in this form every dtype travels on every transport."""
+    """Return a view of a contiguous tensor as bytes: in this form every dtype travels on every transport."""
     if not tensor.is_contiguous():
         raise ValueError(f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous")
     # dimensions of one may have any stride, which torch does not view as bytes
@@ -50,21 +50,22 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 class Transfer:
-    """One exchange of rows under way; every rank makes one, with the same label and options.
+    """One exchange of rows under way. Every rank makes one, with the same label and options.
 
     Args:
         transport: The ranks.
-        incoming: One contiguous tensor for each rank, into which its rows arrive; this rank's own is left as it is.
-        label: Names the exchange in errors and recordings.
-        ring: Send one message after the other, in ring order; otherwise post all at once.
-        back: Go round the ring in the other direction, as gradients do.
-        messages: How many messages carry the rows from one rank to another. Every rank gets its first message before
-            any gets its second.
-        continues: This transfer is one more piece of the exchange before it, and is not counted as a call.
+        incoming: One contiguous tensor for each rank, into which that rank's rows arrive; the entry for this rank does
+            not change.
+        label: Name of the exchange in errors and recordings.
+        ring: Send one message after the other, in ring order; otherwise post all messages at once.
+        back: Go round the ring in the opposite direction, as gradients do.
+        messages: Number of messages that carry the rows from one rank to another. The first messages to all ranks
+            travel before the second messages.
+        continues: True if this transfer is one more piece of the previous exchange, and does not count as a call.
 
     Attributes:
         targets: The messages that this rank sends, in order.
-        sources: The messages that it receives, in order.
+        sources: The messages that this rank receives, in order.
 
     Example:
         >>> transfer = Transfer(communicator, incoming, "rows", ring=True)
@@ -123,7 +124,7 @@ class Transfer:
                 transport.courier.submit(partial(self._go_round, self._round))
 
     def give(self, message: Message, rows: Tensor) -> None:
-        """Hand over the contiguous ``rows`` of one of the targets; they must not change until :meth:`finish`."""
+        """Send the contiguous ``rows`` of one of the targets; the rows must not change until :meth:`finish`."""
         self._outgoing[message] = HostCopy(rows) if self._is_staged and rows.numel() else rows
         if self._round is not None:
             self._round.given[message].set()
@@ -149,7 +150,7 @@ class Transfer:
         return self._incoming[message]
 
     def finish(self) -> None:
-        """Wait until all messages have arrived, and until those of this rank are sent."""
+        """Wait until all messages for this rank have arrived, and all messages of this rank are sent."""
         if self._ended:
             return
         assert self._outgoing.keys() == set(self.targets), "give() must be called for every target before finish()"

@@ -1,4 +1,4 @@
-"""The process group of a communicator, and the thread that keeps rows moving: what every exchange needs.
+"""The basis of every exchange: the process group of a communicator, and the thread that keeps rows moving.
 
 :class:`~pygdist.comm.Communicator` adds the exchanges that backends call; :class:`~pygdist.comm.Transfer` is one
 exchange of rows under way.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 import queue
 import threading
 import weakref
@@ -38,7 +39,7 @@ _END_S = 5.0  # a courier that takes longer waits for a rank that does not answe
 
 
 class Transport:
-    """The ranks that exchange something; arguments and attributes are those of :class:`~pygdist.comm.Communicator`."""
+    """The ranks of an exchange; arguments and attributes are those of :class:`~pygdist.comm.Communicator`."""
 
     def __init__(
         self,
@@ -82,6 +83,7 @@ class Transport:
         if self.is_nccl:
             number = None if device is None else device.index
             self._gpu = torch.device("cuda", torch.cuda.current_device() if number is None else number)
+        self._numbers: dist.ProcessGroup | None = None
         if group is not None and self.is_nccl:
             # nccl wants every rank in the first call of a group; later pairs may then involve any two
             dist.all_reduce(torch.zeros(1, device=self._gpu), group=group)
@@ -103,7 +105,7 @@ class Transport:
 
     @property
     def unit(self) -> str:
-        """The unit of :attr:`epoch`, named in errors: an epoch, or a backward pass of a loop of the user's own."""
+        """The unit of :attr:`epoch`, named in errors; an epoch, or a backward pass in the user's own loop."""
         return self._unit if self._parent is None else self._parent.unit
 
     @unit.setter
@@ -123,8 +125,25 @@ class Transport:
         return self._group
 
     @property
+    def host_group(self) -> dist.ProcessGroup | None:
+        """The group for numbers and texts: over nccl these would wait for the GPU.
+
+        The first use makes the group, so all ranks make this use together.
+        """
+        group = self.group  # refused if closed
+        if group is None or not self.is_nccl:
+            return group
+        if self._numbers is None:
+            with self.attempt(
+                f"meet over gloo, on the interface {os.environ.get('GLOO_SOCKET_IFNAME', 'of this host')}"
+                "; GLOO_SOCKET_IFNAME names another"
+            ):
+                self._numbers = self._new_group(dist.get_process_group_ranks(group), "gloo", self.timeout)
+        return self._numbers
+
+    @property
     def device(self) -> torch.device:
-        """The device on which the process group takes tensors: the GPU with nccl, else the CPU."""
+        """The device of tensors that the process group takes, which is the GPU with nccl, otherwise the CPU."""
         return self._gpu or torch.device("cpu")
 
     @property
@@ -132,10 +151,11 @@ class Transport:
         return self.timeout + datetime.timedelta(seconds=NCCL_GRACE_S if self.is_nccl else 0.0)
 
     def sharers(self, device: torch.device) -> int:
-        """Return how many ranks share the memory of a device, this one too.
+        """Return the number of ranks that share the memory of a device, including this rank.
 
-        Host memory: all ranks, as it is not known which share this host. A GPU: as many as :meth:`meet` counted; before
-        it, the number of ranks divided by that of this host's GPUs, rounded up.
+        For host memory these are all ranks, as the number on this host is unknown. For a GPU it is the number that
+        :meth:`meet` counted; before ``meet``, the number of ranks divided by the number of this host's GPUs, rounded
+        up.
         """
         if device.type != "cuda":
             return self.world_size
@@ -150,8 +170,8 @@ class Transport:
         """Destroy the process group, which was made for this communicator; every later exchange is refused.
 
         Args:
-            failed: Other ranks may be in a call that never ends. With nccl, all calls are aborted first: destroying a
-                group would wait for them.
+            failed: True if other ranks may be in a call that never ends. With nccl, all calls are then aborted first:
+                destroying a group would wait for these calls.
         """
         users, self._users = self._users, []
         for user in users:
@@ -161,16 +181,18 @@ class Transport:
             one.close(failed=failed)
         self.courier.close()
         # the object too: while somebody holds it, its threads go on (see pygdist.lightning.strategies)
-        group, self._group = self._group, None
+        group, numbers, self._group, self._numbers = self._group, self._numbers, None, None
         if group is not None and dist.is_initialized():
             if failed and self.is_nccl:
                 abort_nccl()
+            if numbers is not None:
+                dist.destroy_process_group(numbers)
             dist.destroy_process_group(group)
 
     def before_close(self, end: Callable[[], None]) -> None:
-        """Have a method called before the process group is destroyed: it ends threads that make exchanges.
+        """Register a method to call before the process group is destroyed, to end threads that make exchanges.
 
-        Its object is not kept alive.
+        The communicator does not keep the method's object alive.
         """
         self._users = [one for one in self._users if one() is not None]
         self._users.append(weakref.WeakMethod(end))
@@ -178,14 +200,14 @@ class Transport:
     # -- what each exchange reports -------------------------------------------------------------------------------
 
     def move(self, at: str) -> None:
-        """Note where this rank is in a model; equal on all ranks, or their next exchanges will not meet."""
+        """Note the place of this rank in a model. Ranks with different places cannot make exchanges together."""
         self._digest, self._at = zlib.crc32(at.encode(), self._digest), at
         if self._watchdog is not None:
             self._watchdog.move(at)
 
     @property
     def tag(self) -> int:
-        """The tag of messages, a checksum of all calls so far: messages of ranks that made other calls never meet."""
+        """The tag of messages, a checksum of all calls so far; messages of ranks with other calls never match."""
         return self._digest % _TAGS
 
     def announce(self, label: str) -> None:
@@ -204,13 +226,13 @@ class Transport:
                 raise UnequalRanksError(f"the ranks disagree on the next exchange in {self.unit} {self.epoch}: {calls}")
 
     def begin_wait(self, label: str) -> None:
-        """Report that this rank waits from now on for an exchange that it, or a thread, has begun before."""
+        """Report that this rank now waits for an exchange that began before, on this or another thread."""
         self._enter(label, counted=False)
 
-    def done(self) -> None:
-        """Report that the exchange is over."""
+    def done(self, *, on_host: bool = False) -> None:
+        """Report that the exchange is over; with nccl, the GPU may still be in it, unless it was ``on_host``."""
         if self._watchdog is not None and not self._is_quiet:
-            self._watchdog.leave(self._end_on_gpu())
+            self._watchdog.leave(None if on_host else self._end_on_gpu())
 
     def _end_on_gpu(self) -> GpuEvent | None:
         """Return an event behind what the current stream waits for: nccl's exchanges, for which the host does not."""
@@ -220,19 +242,19 @@ class Transport:
         return None if torch.cuda.is_current_stream_capturing() else GpuEvent(self._gpu)
 
     def waiting(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
-        """Count the time inside the block as waiting, unless a thread waits."""
+        """Count the time inside the block as waiting, unless a thread makes this communicator's exchanges."""
         return contextlib.nullcontext() if self._is_quiet else self.meter.waiting(device)
 
     @contextlib.contextmanager
     def attempt(self, label: str, peer: int | None = None) -> Iterator[None]:
-        """Turn a failure of the transport inside the block into the error of :meth:`lost`."""
+        """Turn a failure of the transport inside the block into the error that :meth:`lost` makes."""
         try:
             yield
         except RuntimeError as error:
             raise self.lost(label, error, peer) from error
 
     def lost(self, label: str, error: RuntimeError, peer: int | None = None) -> RuntimeError:
-        """Make the error for a failure of the transport: it names this rank, the exchange and the rank to blame.
+        """Make the error for a failure of the transport, which names this rank, the exchange and the failed rank.
 
         Returns:
             A ``LostRankError``, or an ``UnequalRanksError`` if the watchdog finds that the ranks make different calls.
@@ -254,47 +276,55 @@ class Transport:
     def _gather_text(self, text: str, size: int) -> list[str]:
         """Return the text of every rank, cut to ``size`` bytes; as plain bytes, nothing is pickled."""
         raw = text.encode()[:size].ljust(size, b"\0")
-        row = torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(self.device)
-        with self.attempt("agreement"):
-            if self.is_nccl:
-                rows = self._gather_row(row)
-            else:  # gloo aborts where a collective meets one of another size
-                rows = row.repeat(self.world_size, 1)
-                self.swap([row] * self.world_size, list(rows), tag=size)
+        row = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        rows = row.repeat(self.world_size, 1)
+        with self.attempt("agreement"):  # not a collective: gloo aborts where one meets another of another size
+            self.swap([row] * self.world_size, list(rows), tag=size)
         return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows.numpy()]
 
-    def _gather_row(self, row: Tensor) -> Tensor:
-        """Return the short row of every rank, on the CPU. An all-gather, which is a ring, takes twice as long."""
+    def _gather_row(self, values: Sequence[float]) -> Tensor:
+        """Return the numbers of every rank, a row for each. An all-gather, which is a ring, takes twice as long."""
+        row = torch.tensor(values, dtype=torch.float64, device="cpu")  # whatever the default device
         rows = row.new_empty(self.world_size, row.numel())
-        dist.all_to_all_single(rows, row.repeat(self.world_size, 1), group=self.group)
-        return rows.cpu()
+        dist.all_to_all_single(rows, row.repeat(self.world_size, 1), group=self.host_group)
+        return rows
+
+    def _new_group(
+        self, members: list[int], backend: str | None, timeout: datetime.timedelta
+    ) -> dist.ProcessGroup | None:
+        """Make a group of ``members``, numbers among all processes. Every rank of this communicator makes the call."""
+        # With local synchronisation torch names a group by its members and the number of groups: after a close the name
+        # comes again, with addresses of the closed group. So only where not all processes make the call.
+        some = self.world_size < dist.get_world_size()
+        made: dist.ProcessGroup | None = dist.new_group(members, timeout, backend, use_local_synchronization=some)
+        return made
 
     def swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> None:
-        """Send ``outgoing[p]`` to rank p and fill ``incoming[p]`` from it, for every other rank p; with gloo alone."""
+        """Send ``outgoing[p]`` to rank p and fill ``incoming[p]`` from it, for every other rank p, all on the host."""
         works: list[Any] = []
         for op, end, tensors in ((dist.irecv, "group_src", incoming), (dist.isend, "group_dst", outgoing)):
             pairs = [(peer, one) for peer, one in enumerate(tensors) if peer != self.rank and one.numel()]
-            works += [op(one, group=self.group, tag=tag, **{end: peer}) for peer, one in pairs]
+            works += [op(one, group=self.host_group, tag=tag, **{end: peer}) for peer, one in pairs]
         for work in works:
             work.wait(self.timeout)
 
 
 class Courier:
-    """A thread that sends and receives while the main thread computes; it starts with the first job."""
+    """A thread that sends and receives while the main thread computes. The thread starts with the first job."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Run ``job()`` after the jobs submitted before; it must not raise."""
+        """Run ``job()`` after the jobs submitted before; the job must not raise."""
         if self._thread is None:
             self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="pygdist-courier", daemon=True)
             self._thread.start()
         self._jobs.put(job)
 
     def close(self) -> None:
-        """End the thread; one that is in a failed exchange may run until its timeout, and is not waited for."""
+        """End the thread, without waiting for a failed exchange, in which it may stay until the timeout."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join(timeout=_END_S)

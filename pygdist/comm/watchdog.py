@@ -1,10 +1,10 @@
-"""The watchdog knows where every rank is, and names a rank that is late, lost, or in another call than the others.
+"""The watchdog knows the place of every rank, and names a rank that is late, lost, or in another call than the others.
 
-A thread of each rank writes a heartbeat with the rank's place into the job's rendezvous store: the run (fit, test,
-...), epoch and exchange, the call that it waits in, and the reason once it has left. A rank that waits long reads the
-heartbeats of the others. It gives up if one has stopped, or if all ranks wait for each other in calls that can never
-be complete (:func:`~pygdist.comm.places.deadlock`): the thread then breaks the process groups, so that the call that
-waits fails, with the watchdog's finding as its reason.
+A thread of each rank writes heartbeats into the job's rendezvous store. A heartbeat holds the rank's place: the run
+(fit, test, ...), epoch and exchange, the call in which the rank waits and, if the rank has left, the reason. A rank
+that waits long reads the heartbeats of the others. The rank gives up if another rank's heartbeat has stopped, or if all
+ranks wait for each other in calls that can never end (:func:`~pygdist.comm.places.deadlock`). Its thread then breaks
+the process groups, so that the waiting call fails, with the watchdog's finding as the reason.
 """
 
 from __future__ import annotations
@@ -53,19 +53,20 @@ class Watchdog:
     """Writes the heartbeats of one rank and reads those of the others.
 
     Args:
-        store: The job's key-value store; cloned, so that the heartbeat never blocks other users of it.
+        store: The job's key-value store; cloned, so that the heartbeat never blocks other users of the store.
         rank: This rank.
         world_size: Number of ranks.
         warn_after_s: Seconds in one exchange after which the log names the late ranks, once per exchange.
         beat_s: Seconds between heartbeats.
-        lost_after_s: Seconds of silence after which a rank counts as lost, or the store as gone, and within which ranks
-            that wait for each other for ever are found.
-        on_lost: Called from a thread of the watchdog, if no exception ends the rank: with a text that names lost
-            ranks, tells where all ranks wait, or says that the store does not answer. It should end the process, whose
-            main thread waits in a call that no exception reaches; otherwise it may be called again. Without it nothing
-            is done.
-        active: Losses count from now on; otherwise in runs (:meth:`begin`), and while this rank waits for others.
-        lives: Returns False once this watchdog's process group is gone: the rank has left.
+        lost_after_s: Seconds of silence after which a rank counts as lost, or the store as gone. Ranks that wait for
+            each other for ever are found within this time.
+        on_lost: Called from a thread of the watchdog if no exception ends the rank. The argument is a text that names
+            lost ranks, tells where all ranks wait, or says that the store does not answer. The function should end the
+            process, whose main thread waits in a call that no exception reaches; otherwise the watchdog may call the
+            function again. Without ``on_lost`` the watchdog gives up only after a signal.
+        active: True if lost ranks count from now on. Otherwise they count only in runs (:meth:`begin`), and while this
+            rank waits for others.
+        lives: Returns False once this watchdog's process group is gone, as the rank has then left.
     """
 
     def __init__(
@@ -111,11 +112,11 @@ class Watchdog:
 
     @property
     def is_closed(self) -> bool:
-        """True once the heartbeat has stopped."""
+        """True after :meth:`close`."""
         return self._stop.is_set()
 
     def enter(self, epoch: int, label: str, *, counted: bool = True, unit: str = "epoch") -> None:
-        """Record that an exchange begins; one between two ranks is not ``counted``."""
+        """Record that an exchange begins; an exchange between only two ranks is not ``counted``."""
         self._since = time.monotonic()
         exchange = self.place.exchange + counted
         self.place = replace(self.place, epoch=epoch, exchange=exchange, label=label, waiting=True, unit=unit)
@@ -124,11 +125,11 @@ class Watchdog:
             self._made.append((self.place.exchange, self._digest))
 
     def move(self, at: str) -> None:
-        """Note where this rank is in a model."""
+        """Note the place of this rank in a model."""
         self.place = replace(self.place, at=at)
 
     def leave(self, over: Event | None = None) -> None:
-        """Record that the exchange is over for the host; with ``over``, a GPU is in it until this event."""
+        """Record that the exchange is over for the host; with ``over``, the GPU is in the exchange until this event."""
         if over is not None:
             self._progress.add(self.place, over)
         self.place = replace(self.place, waiting=False)
@@ -144,7 +145,7 @@ class Watchdog:
         self._beat()
 
     def depart(self, reason: str = FINISHED) -> None:
-        """Tell the others that this rank has left the run, and why; heartbeats go on."""
+        """Tell the other ranks that this rank has left the run, and the reason; heartbeats go on."""
         self._told.set()
         self._in_run, self._left = False, reason
         self._progress.clear()
@@ -153,7 +154,7 @@ class Watchdog:
             self._beat()
 
     def see_others_leave(self, limit_s: float) -> None:
-        """Wait until all others have left the run too: they read the reason in the store, which this process hosts."""
+        """Wait until all others have left the run too, as they read the reason in a store that this process hosts."""
         deadline = time.monotonic() + limit_s
         while (reports := self._board.read()) is not None and time.monotonic() < deadline:
             if all(report.left is not None for rank, report in reports.items() if rank != self.rank):
@@ -161,11 +162,11 @@ class Watchdog:
             time.sleep(self.beat_s)
 
     def close(self, farewell: str = FINISHED) -> None:
-        """Stop the heartbeat and tell the others that this rank left on its own account.
+        """Stop the heartbeat, and tell the other ranks that this rank has left, and the reason.
 
         Args:
             farewell: The reason. ``"finished"`` is the usual end; ``"lost a neighbour"`` says that another rank is
-                lost, so the others look for that one.
+                lost, so the others look for that rank.
         """
         if self._stop.is_set():
             return
@@ -185,7 +186,7 @@ class Watchdog:
         self._publish()
 
     def know(self, pids: Mapping[int, int]) -> None:
-        """Note processes of this machine, by rank, which may stop before they report."""
+        """Note the processes of ranks on this machine, by rank, which may stop before their first report."""
         self._processes |= {rank: (machine(), pid) for rank, pid in pids.items() if rank != self.rank}
 
     def meet(self, timeout_s: float, fate: Callable[[int], str | None] = lambda rank: None) -> None:
@@ -193,10 +194,10 @@ class Watchdog:
 
         Args:
             timeout_s: Seconds to wait.
-            fate: Returns the reason for which a rank that was never heard of cannot come, if there is one.
+            fate: Called with the number of a rank that has not begun; returns the reason why it cannot, or ``None``.
 
         Raises:
-            LostRankError: If a rank does not come; the message tells where it is.
+            LostRankError: If a rank does not begin in time; the message tells where that rank is.
             InputError: On all ranks, if they have begun different runs.
         """
         key, stage = f"run-{self._run_number}", self.place.stage
@@ -240,13 +241,14 @@ class Watchdog:
     # -- the other ranks -----------------------------------------------------------------------------------------------
 
     def diagnose(self) -> str:
-        """Name the ranks that made an exchange fail; waits for three heartbeats.
+        """Name the ranks that made an exchange fail; without an earlier finding, wait for three heartbeats.
 
         Returns:
-            One clause for each rank that is lost (heartbeat stopped, no farewell), such as ``"rank 2 is lost (last
-            seen in epoch 3, exchange 7 (...))"``. If none is lost: one for each rank that left for a reason of its own.
-            If none left: one for each rank that has finished or is late. Otherwise one for each rank, with the call
-            that it waits in.
+            The finding of this watchdog, or of another rank's, if there is one, or that the store does not answer.
+            Otherwise one clause for each rank that is lost (heartbeat stopped, no farewell), such as ``"rank 2 is lost
+            (last seen in epoch 3, exchange 7 (...))"``. If no rank is lost, one clause for each rank that left for a
+            reason of its own. If no rank left, one clause for each rank that has finished or is late. Otherwise one
+            clause for each rank, with the call in which it waits.
         """
         self._told.set()
         if self.verdict is not None:
@@ -279,7 +281,7 @@ class Watchdog:
         return "; ".join(lost or left or late or others)
 
     def signalled(self, signum: int) -> None:
-        """Tell the others that a signal ends this rank, and let the call in which the main thread waits fail."""
+        """Tell the other ranks that a signal ends this rank, and let the call in which the main thread waits fail."""
         reports = self._board.read() or {}
         before = {rank: report for rank, report in reports.items() if rank != self.rank and report.signum}
         cause = self._told_by(before) or ""

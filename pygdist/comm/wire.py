@@ -1,4 +1,4 @@
-"""Dtypes in which rows and gradients travel where fewer bytes count more than exactness."""
+"""Dtypes for the exchange of rows and gradients that take fewer bytes, and give up exactness."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WireDtype: TypeAlias = Literal["bfloat16"]
 
 
 def wire_of(name: WireDtype | None) -> torch.dtype | None:
-    """Return the dtype of this name; ``None`` for that of the rows themselves.
+    """Return the dtype called ``name``; ``None`` if rows travel in their own dtype.
 
     Raises:
         InputError: If the name is unknown.
@@ -23,5 +23,5 @@ def wire_of(name: WireDtype | None) -> torch.dtype | None:
 
 
 def narrowed(name: WireDtype | None) -> str:
-    """Return the clause that says which exactness is given up for fewer bytes; empty if none is."""
+    """Return the clause that names the exactness given up for fewer bytes; empty if the exchange is exact."""
     return "" if name is None else f"rows and gradients travel as {name}"

@@ -112,7 +112,7 @@ def parser() -> ArgumentParser:
     result = ArgumentParser(
         prog="pygdist doctor",
         description="Say what this machine has, and measure exchanges: between two processes of this machine by gloo, "
-        "or, under torchrun, between all processes that it starts (by nccl if each has a GPU).",
+        "or, under torchrun, between all processes of the run (by nccl if each process has a GPU).",
     )
     result.add_argument("--json", action="store_true", help="print JSON")
     result.add_argument("--no-exchange", action="store_true", help="do not measure exchanges")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from pathlib import Path
 
@@ -14,11 +15,16 @@ from pygdist.errors import InputError, needs
 from pygdist.memory.limits import reason_of
 from pygdist.memory.scratch import replacing
 
+log = logging.getLogger(__name__)
 _PREFIX = "model."
+_NAMED = 5  # names in a warning
 
 
 def export(checkpoint: str | Path, out: str | Path) -> dict[str, Tensor]:
     """Write the ``state_dict`` of the model in a Lightning checkpoint; it loads into the same PyG class.
+
+    A warning names the tensors that are no part of the model, such as those of a ``LinkPredictor``'s decoder: they are
+    left out.
 
     ``out`` ends in ``.pt`` (read it with ``torch.load``) or ``.safetensors`` (needs the package of that name).
 
@@ -46,6 +52,9 @@ def export(checkpoint: str | Path, out: str | Path) -> dict[str, Tensor]:
             _save(model, temporary, out.suffix)
     except (OSError, RuntimeError) as error:  # torch raises RuntimeError if it cannot write a file
         raise InputError(f"{out}: could not be written ({reason_of(error)})") from error
+    if left_out := [name for name in state if not name.startswith(_PREFIX)]:
+        more = f", and {len(left_out) - _NAMED} more" if len(left_out) > _NAMED else ""
+        log.warning("left out, as no part of the model: %s%s", ", ".join(left_out[:_NAMED]), more)
     return model
 
 
@@ -70,7 +79,7 @@ def parser() -> ArgumentParser:
         prog="pygdist export", description="Write the model of a checkpoint as plain weights, for use without pygdist."
     )
     result.add_argument("checkpoint", help="a .ckpt file that pygdist fit wrote")
-    result.add_argument("out", help="the file to write: model.pt or model.safetensors")
+    result.add_argument("out", help="the file to write: model.pt or model.safetensors; the ending decides the format")
     return result
 
 

@@ -27,14 +27,14 @@ def generate(
 
     Args:
         name: The graph: reddit-like, products-like, papers-like or mag-like.
-        scale: Factor on the published numbers of nodes and edges; 0.1 writes a tenth. The average degree, the features
-            and the classes stay.
+        scale: Factor on the published numbers of nodes and edges; 0.1 writes a tenth. The average degree, the width of
+            the features and the number of classes stay the same.
         out: The folder to write; it appears when it is complete. By default NAME-SCALE.
         seed: Seed; the same seed gives the same graph.
         features: Write features.
-        wrong_labels: Share of the nodes whose label is that of another class, so that accuracies mean something: with
-            0.07 (reddit-like) and 0.22 (products-like) a GCN is about as accurate as on the published graph.
-        overwrite: Replace a finished folder.
+        wrong_labels: Share of the nodes whose label is wrong, that is, of another class. With 0.07 (reddit-like) or
+            0.22 (products-like) a GCN is about as accurate as on the published graph.
+        overwrite: Replace a finished folder that has other arguments; by default such a folder is refused.
 
     Returns:
         The folder.

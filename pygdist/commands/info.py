@@ -52,7 +52,7 @@ def store_facts(folder: str | Path) -> dict[str, Any]:
 
 
 def checkpoint_facts(path: str | Path) -> dict[str, Any]:
-    """Return what a checkpoint holds: where its training stood, and the tensors of its model.
+    """Return what a checkpoint holds: facts of its run, the epoch and step reached, and the tensors of its model.
 
     Raises:
         InputError: If the file cannot be read, or holds no model.
@@ -82,7 +82,9 @@ def checkpoint_facts(path: str | Path) -> dict[str, Any]:
 def parser() -> ArgumentParser:
     """Return the parser of the command line."""
     result = ArgumentParser(
-        prog="pygdist info", description="Say what a partitioned graph or a checkpoint holds; its data is not read."
+        prog="pygdist info",
+        description="Say what a partitioned graph or a checkpoint holds. Of a partitioned graph only meta.json is "
+        "read. A checkpoint is read whole.",
     )
     result.add_argument("path", help="a folder that pygdist partition wrote, or a .ckpt file")
     result.add_argument("--json", action="store_true", help="print JSON")

@@ -33,36 +33,41 @@ class Graph:
 
     Args:
         dataset: As in ``fit``: a PyG dataset by class path or name, an OGB name, a folder of .npy arrays, or a
-            generator. It is loaded whole.
+            generator. The dataset is loaded whole.
         dataset_args: Arguments of the dataset class or generator.
         input: In place of a dataset, a file of edges, which is read as a stream and never held whole: .npy of shape
             (2, E) or (E, 2), text (.txt, .csv, .tsv, KONECT's out.*, MatrixMarket's .mtx; also with .gz, .zst, .bz2,
             .xz), .parquet; a folder of text or Parquet files, or a pattern in quotes, such as 'data/*.csv'; or a folder
             of .npy arrays.
-        columns: With --input, the columns of text or Parquet, such as source=from,target=to,weight=w,attributes=a+b;
-            columns without names are numbered from 1. By default those of usual names, such as src, dst and weight. An
-            empty value (weight=) leaves weights out.
-        string_ids: With --input, ids are names; the names are kept in ids.txt. By default ids are names if most ids in
-            the first lines are not numbers.
-        names: With --input, a text file with the name of each node, a line each, in the order of the rows of features.
+        columns: With --input, the columns of text or Parquet, such as source=from,target=to,weight=w,attributes=a+b.
+            Columns without names are numbered from 1. By default columns are found by usual names, such as src, dst and
+            weight. An empty value (weight=) leaves weights out.
+        string_ids: With --input, true if ids are names; names are kept in ids.txt. By default ids are names if most ids
+            in the first lines are not numbers.
+        names: With --input, a text file with one line per node, the name of the node, in the order of the rows of
+            features.
         first_id: With --input, the id of the first node, 0 or 1. By default 1 in MatrixMarket and KONECT files, 0 in
             others.
-        features: With --input, a .npy file with a row for each node.
-        labels: With --input, a .npy file with a label for each node.
-        num_nodes: With --input, the number of nodes. By default the number of features or labels, else the largest id
-            plus one.
-        relabel: With --input, number the nodes that have edges from 0 and keep the map (ids.npy). By default this
-            happens if fewer than half of the ids have edges and neither features, labels nor --num_nodes are given.
-        symmetrize: Add the reverse of every edge.
-        remove_duplicates: Merge parallel edges.
+        features: With --input, a .npy file with a row of features for each node.
+        labels: With --input, a .npy file with a label, or a row of labels, for each node.
+        num_nodes: With --input, the number of nodes. By default the number of rows of features, labels or masks, of
+            lines in --names, or in the header of an .mtx file; if there is none of these, the largest id plus one, less
+            --first_id.
+        relabel: With --input, renumber the nodes that have edges, from 0, and keep the original ids in ids.npy. By
+            default nodes are renumbered if only the edges tell the number of nodes, and fewer than half of the ids up
+            to the largest occur.
+        symmetrize: Add the reverse of every edge that has none. With --input this also merges parallel edges, as
+            --remove_duplicates does.
+        remove_duplicates: Merge parallel edges; weights are added, attributes averaged.
         remove_self_loops: Drop edges from a node to itself.
         float_features: Convert integer features of nodes and edges to float32; by default they stay integers.
-        float_labels: Labels are numbers to predict, even if all of them are whole; by default these become classes.
+        float_labels: Labels are numbers to predict, even if all labels are whole. By default whole labels are classes.
         split: Shares of the labelled nodes for training, validation and test, in place of the dataset's own masks. A
             dataset without masks is split 50/25/25 by default.
-        split_seed: Seed of the split.
+        split_seed: Seed of the random split.
         num_classes: Number of classes; larger labels are an error. By default the largest label plus one.
-        node_inputs: With --dataset, names of further tensors of nodes that a model takes, such as [pos].
+        node_inputs: With --dataset, names of further tensors of nodes to keep for a model that takes them, such as
+            [pos].
     """
 
     dataset: str | None = None
@@ -111,20 +116,22 @@ class Parts:
     """The parts.
 
     Args:
-        parts: Number of parts, one for each process of a later run; or auto, for as few as fit the devices.
+        parts: Number of parts, one for each process of a later run; or auto, for the fewest parts that each fit a
+            device.
         devices: With --parts=auto, the number of devices. 1 by default.
         device_memory: With --parts=auto, the memory of one device, in GiB.
-        reserve: With --parts=auto, the share of that memory that training needs for itself. Two thirds by default.
-        method: Who owns which node or edge: the name or the class path of a Partitioner. chunk by default, libra with
-            --placement=edges, hash with --placement=columns.
-        method_args: Arguments of the method; --method.NAME=VALUE gives one.
-        hops: Number of hops that the halo of a part reaches.
-        placement: What a part holds of its halo. nodes: the ids of the rows, for training that fetches them. replicas:
-            their features and edges too, for training without communication. By default nodes for one hop, replicas for
-            more. edges: each edge is in the part to which the method assigns it, and a node is in several parts.
-            columns: some columns of the features of all nodes.
+        reserve: With --parts=auto, the share of a device's memory that is left to training. Two thirds by default.
+        method: Who owns which node or edge: the name or the class path of the partitioner that decides. By default
+            chunk; libra with --placement=edges, hash with --placement=columns.
+        method_args: Arguments of the method; --method.NAME=VALUE sets one argument.
+        hops: Number of hops that the halo of a part reaches. The halo is the set of nodes around the part's own nodes.
+        placement: Content of a part: nodes, replicas, edges or columns. nodes: own nodes, and of the halo only ids; for
+            training that fetches rows. replicas: also features and edges of the halo; for training without
+            communication. edges: the edges that the method assigns to the part; a node may be in several parts.
+            columns: own nodes, and some columns of the features of all nodes. By default nodes for one hop, replicas
+            for more.
         out: The folder to write; it appears when it is complete.
-        overwrite: Replace a finished folder.
+        overwrite: Replace a finished partitioned graph in the folder. By default one with other content is refused.
     """
 
     parts: int | Literal["auto"] = 2

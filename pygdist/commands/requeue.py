@@ -1,4 +1,4 @@
-"""SLURM's requeue: the checkpoint that Lightning saves for it belongs to one job, and only this job goes on from it."""
+"""Notes of a run in its checkpoints, and SLURM's requeue: only the job that saved its checkpoint goes on from it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,21 @@ class OfThisJob(_CheckpointConnector):
         in_folder: The run has a folder with checkpoints, in which ``folder_to_go_on`` finds the file. Otherwise the
             file is saved where Lightning does, and found there.
         resumes: A job that was started again goes on.
+
+    Attributes:
+        note: Facts that each checkpoint gets besides those of the module; on rank 0, which writes.
     """
 
     def __init__(self, trainer: Trainer, *, in_folder: bool, resumes: bool) -> None:
         super().__init__(trainer)
         self._in_folder, self._resumes = in_folder, resumes
+        self.note: dict[str, str] = {}
+
+    @override
+    def dump_checkpoint(self, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint: dict[str, Any] = super().dump_checkpoint(weights_only)
+        checkpoint.setdefault(RUN_FACTS, {}).update(self.note)
+        return checkpoint
 
     @property
     @override

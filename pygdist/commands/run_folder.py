@@ -2,30 +2,41 @@
 
 A file ``.unfinished`` is in the folder while the run has not ended. The process that writes there holds a lock on it.
 It holds the names of its job by torchrun, SLURM and Kubernetes: a run that is started again finds its folder by them.
+
+Runs may save in one folder (``--checkpoint.dirpath``), so each checkpoint notes the name of its run, which the file
+``.run`` holds, and digests of its options.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import re
 import time
+import uuid
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
+import torch
+import yaml
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 from pygdist import checkpoints
 from pygdist.bounded_yaml import read_yaml
+from pygdist.checkpoints import RUN_FACTS
 from pygdist.errors import InputError
 from pygdist.launch_variables import count, job_of_slurm
 from pygdist.lightning.meeting import agent
 from pygdist.lightning.resume import newest_checkpoint
 from pygdist.lightning.stopping import ON_SIGNAL
 
-_MARK = ".unfinished"
+_MARK, _NAME = ".unfinished", ".run"
+_OF_EVALUATIONS = {"verbose", "return_predictions"}  # options that fit does not have
 _SAVED_LAST = re.compile(rf"last(-v\d+)?\.ckpt|hpc_ckpt_\d+\.ckpt|{re.escape(ON_SIGNAL)}")  # most are Lightning's names
 _MOUNTS = Path("/proc/self/mountinfo")
 _OF_POD = re.compile(r"/([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})/etc-hosts /etc/hosts ")
@@ -43,6 +54,7 @@ class RunFolder:
 
     Attributes:
         path: The folder.
+        run: The name of the run, which no other run has; it stays if the run goes on.
     """
 
     def __init__(self, path: Path) -> None:
@@ -51,9 +63,11 @@ class RunFolder:
         self._mark.truncate(0)
         self._mark.write("".join(f"{line}\n" for line in (*_jobs(), _container())))
         self._mark.flush()
+        self.run = _run_in(path) or uuid.uuid4().hex
+        (path / _NAME).write_text(f"{self.run}\n")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path}  # a spawned rank gets one without the lock
+        return {"path": self.path, "run": self.run}  # a spawned rank gets one without the lock
 
     def finish(self) -> None:
         """Note that the run has ended by itself."""
@@ -78,6 +92,99 @@ def new_folder(root: Path) -> RunFolder:
         ) from error
 
 
+@dataclass(frozen=True)
+class OwnCheckpoints:
+    """Tells the checkpoints of a run from those of other runs that save in the same folder.
+
+    Args:
+        run: The name of the run; empty if it has no folder, so that the options tell.
+        config: The configuration.
+        root: The folder of all runs.
+        saved: Where checkpoints are.
+    """
+
+    run: str
+    config: Mapping[str, Any]
+    root: Path
+    saved: Path
+
+    @classmethod
+    def of(cls, folder: Path | None, config: Mapping[str, Any], root: Path, saved: Path) -> OwnCheckpoints:
+        """Return that of the run in a folder."""
+        return cls("" if folder is None else _run_in(folder) or "unknown", config, root, saved)
+
+    def __call__(self, checkpoint: Mapping[str, Any]) -> bool:
+        """Tell if this run has saved a checkpoint. One that notes no run counts if no other run saves there."""
+        run, options = _noted(checkpoint)
+        if options is None:
+            return not self._is_shared
+        return run == self.run if self.run else not _other_option(options, self.config)
+
+    @cached_property
+    def _is_shared(self) -> bool:
+        shared = len(_savers(self.root, self.saved)) > 1
+        if shared:
+            rank_zero_info(f"{self.saved}: several runs save there, so checkpoints that do not say whose do not count")
+        return shared
+
+
+def note_of(folder: RunFolder | None, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a checkpoint notes of its run."""
+    return {"run": "" if folder is None else folder.run, "options": _digests(config)}
+
+
+def _noted(checkpoint: object) -> tuple[str, dict[str, str] | None]:
+    """Return the name of the run that saved a checkpoint, and digests of its options; ``None`` if none are noted."""
+    facts = checkpoint.get(RUN_FACTS) if isinstance(checkpoint, dict) else None
+    options = facts.get("options") if isinstance(facts, dict) else None
+    if not isinstance(facts, dict) or not isinstance(options, dict):
+        return "", None
+    return str(facts.get("run", "")), {str(name): str(digest) for name, digest in options.items()}
+
+
+def _digests(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return digests of the options in which runs differ, by name; ``None`` is as if an option was not there."""
+    options: dict[str, Any] = {}
+    for part in _COMPARED:
+        value = config.get(part)
+        if isinstance(value, Mapping):
+            compared = value.keys() - set(_MAY_DIFFER.get(part, ()))
+            options |= {f"--{part}.{name}": value[name] for name in sorted(compared)}
+        else:
+            options[f"--{part}"] = value
+    texts = {name: yaml.safe_dump(value) for name, value in options.items() if value is not None}
+    return {name: hashlib.sha256(text.encode()).hexdigest()[:16] for name, text in texts.items()}
+
+
+def _other_option(noted: Mapping[str, str], config: Mapping[str, Any]) -> str:
+    """Name an option that is not as a checkpoint notes it; empty if there is none."""
+    ours = _digests(config)
+    return next((name for name in {**ours, **noted} if ours.get(name) != noted.get(name)), "")
+
+
+def _run_in(folder: Path) -> str:
+    """Return the name of the run in a folder; empty if it has none, as an older version of pygdist began it."""
+    with contextlib.suppress(OSError):
+        return (folder / _NAME).read_text().strip()
+    return ""
+
+
+def _savers(root: Path, saved: Path) -> list[Path]:
+    """Return the folders of the runs that save checkpoints in a folder, by their configurations."""
+    return [folder for _, folder in _versions(root) if _saves_in(folder, saved)]
+
+
+def _saves_in(folder: Path, saved: Path) -> bool:
+    config: Any = None
+    with contextlib.suppress(InputError):
+        config = read_yaml(folder / "config.yaml")
+    if not isinstance(config, dict) or _OF_EVALUATIONS & config.keys():
+        return False
+    checkpoint = config.get("checkpoint")
+    place = checkpoint.get("dirpath") if isinstance(checkpoint, dict) else None
+    return isinstance(place, str) and Path(place).expanduser().resolve() == saved.expanduser().resolve()
+
+
 def folder_to_go_on(
     root: Path, config: Mapping[str, Any], resume: bool | None, saved: Path | None = None
 ) -> Path | None:
@@ -95,14 +202,16 @@ def folder_to_go_on(
     if resume is None:
         folders = [folder for folder in folders if _is_of_this_job(folder)]
     for folder in folders:
+        counts = None if saved is None else OwnCheckpoints.of(folder, config, root, saved)
         if differs := _difference(folder, config):
             rank_zero_info(f"{folder}: is another run's ({differs}), so training does not go on from it")
-        elif newest_checkpoint(folder if saved is None else saved) is not None:
+        elif newest_checkpoint(folder if saved is None else saved, counts) is not None:
             return folder
+    place = root if saved is None else saved
     if resume:
-        rank_zero_info(f"--resume: there is no checkpoint of this run under {root}, so it begins")
+        rank_zero_info(f"--resume: there is no checkpoint of this run under {place}, so it begins")
     elif folders or _restarts() > 0:
-        rank_zero_info(f"this job was started again, but there is no checkpoint of it under {root}, so the run begins")
+        rank_zero_info(f"this job was started again, but there is no checkpoint of it under {place}, so the run begins")
     return None
 
 
@@ -195,7 +304,7 @@ def _locked(path: Path) -> IO[str]:
             return file
 
 
-def named_checkpoint(name: str, root: Path, config: Mapping[str, Any]) -> Path:
+def named_checkpoint(name: str, root: Path, config: Mapping[str, Any], saved: Path | None = None) -> Path:
     """Return the file that ``--ckpt_path=last``, ``best`` or ``hpc`` means: of the newest run of this configuration.
 
     Args:
@@ -203,24 +312,23 @@ def named_checkpoint(name: str, root: Path, config: Mapping[str, Any]) -> Path:
             SLURM asked for a requeue, so runs without such a file do not count.
         root: The folder of all runs.
         config: The configuration, compared with that of a run as ``--resume`` does.
+        saved: Where checkpoints are, if not in the run's folder.
 
     Raises:
         InputError: If there is none; names a run of another configuration, if there is one, and how it differs.
     """
     option, pattern = f"--ckpt_path={name}", "hpc_ckpt_*.ckpt" if name == "hpc" else "*.ckpt"
-    folders = {path: path.rglob(pattern) for _, path in _versions(root)}
-    inside = {root: (path for path in root.rglob(pattern) if not folders.keys() & set(path.parents))}
-    found = [(folder, _newest_first(files)) for folder, files in (folders | inside).items()]
-    runs = [(folder, files) for folder, files in found if files]
-    runs.sort(key=lambda run: _time(run[1][0]), reverse=True)
-    others = ""
-    for folder, saved in runs:
-        if differs := _difference(folder, config):
-            others = others or f"{folder} is another run's ({differs})"
+    place, others = root if saved is None else saved, ""
+    for folder, files, noted in _saved_runs(place, pattern):
+        differs = _why_another(folder, files[0], noted, config)
+        if not differs and noted is None and folder == saved:
+            differs = _why_unknown(files[0], config, root, saved)
+        if differs:
+            others = others or differs
             continue
         if others:
             rank_zero_info(f"{option}: {others}, so it does not count")
-        meant = _best(saved[0]) if name == "best" else [path for path in saved if _SAVED_LAST.fullmatch(path.name)]
+        meant = _best(files[0]) if name == "best" else [path for path in files if _SAVED_LAST.fullmatch(path.name)]
         if not meant:
             raise InputError(f"{option}: {folder} has checkpoints, but none that is called so; give the file")
         return meant[0]
@@ -228,7 +336,39 @@ def named_checkpoint(name: str, root: Path, config: Mapping[str, Any]) -> Path:
         raise InputError(
             f"{option}: there is no run of this configuration: {others}; correct the option, or give the file"
         )
-    raise InputError(f"{option}: there is no run with {pattern} under {root}; give the file")
+    raise InputError(f"{option}: there is no run with {pattern} under {place}; give the file")
+
+
+def _saved_runs(place: Path, pattern: str) -> list[tuple[Path, list[Path], dict[str, str] | None]]:
+    """Return the runs that have saved something, the newest first: folder, files, and digests of noted options."""
+    folders = {path: path.rglob(pattern) for _, path in _versions(place)}
+    runs: list[Any] = [(folder, _newest_first(files), None) for folder, files in folders.items()]
+    by_run: dict[Any, Any] = {}
+    for path in _newest_first(path for path in place.rglob(pattern) if not folders.keys() & set(path.parents)):
+        content = None
+        with contextlib.suppress(Exception):  # torch.load raises nearly any; read() names it if the file is taken
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        run, options = _noted(content)
+        key = run, options and tuple(options.items())
+        by_run.setdefault(key, (place, [], options))[1].append(path)
+    return sorted((run for run in [*runs, *by_run.values()] if run[1]), key=lambda run: _time(run[1][0]), reverse=True)
+
+
+def _why_another(folder: Path, newest: Path, noted: Mapping[str, str] | None, config: Mapping[str, Any]) -> str:
+    """Say why a run is not of this configuration; empty if it is, or if there is nothing to compare."""
+    if noted is not None:
+        differs = _other_option(noted, config)
+        return f"{newest} is another run's ({differs})" if differs else ""
+    differs = _difference(folder, config)
+    return f"{folder} is another run's ({differs})" if differs else ""
+
+
+def _why_unknown(newest: Path, config: Mapping[str, Any], root: Path, saved: Path) -> str:
+    """Say why a checkpoint that notes no run may be that of another; empty if all runs that save there are alike."""
+    savers = _savers(root, saved)
+    if len(savers) < 2 or not any(_difference(one, config) for one in savers):
+        return ""
+    return f"several runs save in {saved}, and {newest.name} does not say whose it is"
 
 
 def _newest_first(paths: Iterable[Path]) -> list[Path]:

@@ -1,4 +1,4 @@
-"""The help of ``fit``, ``validate``, ``test`` and ``predict``: the options that people use, each in one line.
+"""The help of ``fit``, ``validate``, ``test`` and ``predict``: the options that people use, most of them in one line.
 
 Texts, defaults and choices are those of the parser. Only the list of the options that are shown is kept here.
 """
@@ -87,21 +87,27 @@ def short_help(command: str, parser: argparse.ArgumentParser, purpose: str, give
     return "\n".join([*lines, "", _MORE])
 
 
-def _described(action: argparse.Action, option: str) -> Iterator[str]:
-    """Yield the line of an option, and one with the names that it takes, if there are any."""
+def _described(action: argparse.Action, option: str, *, cuts: bool = True) -> Iterator[str]:
+    """Yield the text of an option, if it ``cuts`` on one line, and a line with the names that it takes, if any."""
     choices = _choices_of(action)
     notes = ["required"] if action.required else []
     notes += [" or ".join(choices)] if 1 < len(choices) <= _FEW else []
     default = "" if action.required else default_of(action)
     notes += [f"default: {default}"] if default else []
     note = f" ({'; '.join(notes)})" if notes else ""
-    name = f"  --{option}".ljust(_COLUMN)
-    room = max(_WIDTH - len(name) - len(note), 20)
-    yield f"{name}{_cut(first_sentence(action.help or ''), room)}{note}"
+    name, text = f"  --{option} ".ljust(_COLUMN), first_sentence(action.help or "")
+    text = _cut(text, max(_WIDTH - len(name) - len(note), 20)) if cuts else text
+    yield from _wrapped(f"{text}{note}", name)
     if names := _names_of(option):
-        yield from textwrap.wrap(
-            f"one of {', '.join(names)}", _WIDTH, initial_indent=" " * _COLUMN, subsequent_indent=" " * _COLUMN
-        )
+        yield from _wrapped(f"one of {', '.join(names)}", " " * _COLUMN)
+
+
+def _wrapped(text: str, begin: str) -> list[str]:
+    lines = textwrap.wrap(
+        text, _WIDTH, initial_indent=begin, subsequent_indent=" " * _COLUMN, break_long_words=False,
+        break_on_hyphens=False,
+    )  # fmt: skip
+    return lines or [begin.rstrip()]
 
 
 def _names_of(option: str) -> list[str]:
@@ -115,21 +121,22 @@ def _names_of(option: str) -> list[str]:
 
 
 def _of_class(option: str, name: str | None) -> Iterator[str]:
-    """Yield lines on the options of the class that the command line gives for an option."""
+    """Yield lines on the options of the class that the command line gives for an option: whole sentences."""
     place = next((one for one in PLACES if one.option == option), None)
-    cls = None if place is None or name is None else place.find(name)
-    if cls is None:
+    if place is None or name is None or (cls := place.find(name)) is None:
         return
     parser = Parser()
     parser.add_class_arguments(cls, option, fail_untyped=False)
+    presets = place.presets(name) if name in place.names() else {}
     for action in parser._actions:
         if action.dest.startswith(f"{option}.") and action.default is not argparse.SUPPRESS:
-            yield from _described(action, action.dest)
+            action.default = presets.get(action.dest.removeprefix(f"{option}."), action.default)
+            yield from _described(action, action.dest, cuts=False)
 
 
 def first_sentence(text: str) -> str:
     """Return the first sentence of a help text, without the marks of reStructuredText."""
-    sentence = re.split(r"[.;](?:\s|$)", plain(text), maxsplit=1)[0]
+    sentence = re.split(r"(?<!Sec)[.;](?:\s|$)", plain(text), maxsplit=1)[0]
     return sentence[:1].upper() + sentence[1:]
 
 
@@ -147,7 +154,7 @@ def plain(text: str) -> str:
     """Return a help text on one line without the marks of reStructuredText."""
     text = re.sub(r":\w+(?::\w+)*:`~?(?:[^`]*\.)?([^`.]+)`", r"\1", " ".join(text.split()))
     text = re.sub(r"`{1,2}([^`]*)`{1,2}_*", r"\1", text)
-    return re.sub(r"(?<!\w)\*(\w+)\*(?!\w)", r"\1", text)
+    return re.sub(r"(?<!\w)\*(\w+)\*(?!\w)", r"\1", text).replace("\\", "")  # \gamma of a formula
 
 
 def _choices_of(action: argparse.Action) -> list[str]:

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 import yaml
 from jsonargparse import Namespace
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
@@ -28,17 +27,24 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from pygdist.checkpoints import TRAINING_PARTS, read
+from pygdist.commands.best_checkpoint import BestCheckpoint
 from pygdist.commands.messages import Parser, described, last_value, one_line, options_of, refused_by, shorten
 from pygdist.commands.named_classes import of_file, with_class_paths
 from pygdist.commands.requeue import OfThisJob
-from pygdist.commands.run_folder import RunFolder, folder_to_go_on, named_checkpoint, new_folder
+from pygdist.commands.run_folder import (
+    OwnCheckpoints,
+    RunFolder,
+    folder_to_go_on,
+    named_checkpoint,
+    new_folder,
+    note_of,
+)
 from pygdist.commands.short_help import short_help, wants_help
 from pygdist.commands.trainer_options import accelerator_of, check_settings, check_trainer
 from pygdist.errors import InputError, RefusedError, is_first_rank, needs
 from pygdist.lightning import (
     GraphDataModule,
     GraphDDPStrategy,
-    GraphModule,
     LinkPredictor,
     NodeClassifier,
     NodeRegressor,
@@ -54,7 +60,6 @@ log = logging.getLogger(__name__)
 logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(lambda line: "litlogger" not in line.getMessage())
 
 TASKS = {"nodes": NodeClassifier, "regression": NodeRegressor, "links": LinkPredictor}
-_SCORE = "val_acc"
 _NAMES_OF_CHECKPOINTS = ("best", "last", "hpc")
 _STRATEGY = "graph_ddp"  # by default
 # options that may differ between the machines of a run; others may differ between the starts of a run (run_folder.py)
@@ -73,42 +78,51 @@ _IGNORED_WARNINGS = (
 )
 
 PURPOSES = {
-    "fit": "Train a model on a graph that is split into parts, one for each process: to classify nodes, or with"
-    " --task=regression to predict numbers of nodes, with --task=links to predict edges.",
+    "fit": "Train a model on a graph that is split into parts, one for each process. The model classifies nodes,"
+    " predicts numbers for nodes (--task=regression), or predicts edges (--task=links).",
     "validate": "Evaluate a model on the validation nodes or edges.",
     "test": "Evaluate a model on the test nodes or edges.",
-    "predict": "Write a prediction for every node of the graph (its embedding with --task=links), in the order of node"
-    " ids, to --predictions.path.",
+    "predict": "Write a prediction for every node of the graph to --predictions.path, in the order of node ids. With"
+    " --task=links the prediction is the node's embedding.",
 }
 #: Lightning's options in our words: Lightning speaks of batches and GPUs, here processes hold parts of one graph.
 _TEXTS = {
-    "seed_everything": "Seed of everything that is drawn; the same seed repeats the run. true takes PL_GLOBAL_SEED.",
-    "ckpt_path": "Checkpoint to start from: a file, or best, last or hpc for one of the newest run.",
+    "seed_everything": "Seed of all random numbers; the same seed repeats the run. true takes the environment variable"
+    " PL_GLOBAL_SEED.",
+    "ckpt_path": "Checkpoint to start from: a file, or best, last or hpc, which name a checkpoint of the newest run.",
     "optimizer": "Class of the optimizer, such as SGD, with options such as --optimizer.lr; Adam by default.",
     "lr_scheduler": "Class of a scheduler of the learning rate, such as StepLR; needs --optimizer.",
-    "trainer.devices": "Processes on this host, one for each part; with GPUs, one GPU for each.",
-    "trainer.num_nodes": "Hosts; each runs --trainer.devices processes.",
+    "trainer.devices": "Processes on this host, one for each part. On GPUs, each process has a GPU of its own.",
+    "trainer.num_nodes": "Number of hosts; each runs --trainer.devices processes.",
     "trainer.accelerator": "Device of the processes: cpu, gpu or auto, which takes GPUs if there are enough.",
-    "trainer.strategy": "Decides how processes keep one model: average gradients, or average models.",
+    "trainer.strategy": "Processes average gradients, or average models: with graph_ddp or model_averaging.",
     "trainer.callbacks": "Callbacks of Lightning, such as EarlyStopping with --trainer.callbacks.monitor=val_loss.",
     "trainer.precision": "Number format, such as 32-true, 64-true or bf16-mixed.",
     "trainer.enable_progress_bar": "Show a progress bar; true by default.",
-    "trainer.max_epochs": "Stop training after so many epochs; -1 trains without end.",
-    "trainer.max_steps": "Stop training after so many steps of the optimizer, if these come first; -1 for any number.",
-    "trainer.log_every_n_steps": "Log the figures of a training step after every so many steps.",
-    "trainer.default_root_dir": "Folder of the runs, each in version_N; runs by default.",
-    "trainer.check_val_every_n_epoch": "Validate after so many epochs.",
-    "trainer.accumulate_grad_batches": "Refused above 1: steps train different parts, or the whole graph.",
-    "trainer.sync_batchnorm": "No effect: norms over nodes use statistics of all processes, if the backend can.",
+    "trainer.max_epochs": "Number of epochs after which training stops; -1 trains without end.",
+    "trainer.max_steps": "Number of optimizer steps after which training stops, if --trainer.max_epochs is not reached"
+    " before; -1 for no limit.",
+    "trainer.log_every_n_steps": "Number of training steps between two logged steps; 1 logs every step.",
+    "trainer.default_root_dir": "Folder of the runs, ./runs by default; each run has a folder version_N there.",
+    "trainer.check_val_every_n_epoch": "Number of epochs between two validations.",
+    "trainer.accumulate_grad_batches": "Only 1 is allowed, since an epoch is one step on the whole graph, or its steps"
+    " may train on different parts.",
+    "trainer.sync_batchnorm": "No effect: norms over nodes use statistics of all processes, where the backend can.",
     "trainer.use_distributed_sampler": "No effect: each process keeps its own part.",
-    "checkpoint.save_last": "Also write last.ckpt, from which a run can go on; link makes it a symbolic link.",
-    "checkpoint.dirpath": "Folder of the checkpoints; checkpoints in the folder of the run by default.",
-    "checkpoint.save_top_k": "Number of best checkpoints to keep; -1 keeps all. The last one is kept, too.",
-    "checkpoint.monitor": "Figure by which checkpoints are best; val_acc stands for val_f1 and val_auc, too.",
+    "checkpoint.save_last": "Also write last.ckpt, from which a run can go on; link makes last.ckpt a symbolic link.",
+    "checkpoint.dirpath": "Folder of the checkpoints; by default the folder checkpoints in the run's folder.",
+    "checkpoint.save_top_k": "Number of best checkpoints to keep; -1 keeps all. The last checkpoint is kept, too.",
+    "checkpoint.monitor": "Logged figure that decides which checkpoint is best. val_acc stands for the score of the"
+    " task: val_acc, val_f1 (several labels per node), val_r2 (regression), val_auc (links), or val_loss if there is no"
+    " score.",
+    "checkpoint.mode": "Whether the lowest (min) or the highest (max) value of the figure is the best. By default the"
+    " name of the figure tells: losses and errors are best at their lowest, scores at their highest.",
+    "checkpoint.every_n_epochs": "Number of epochs between two checkpoints, last.ckpt among them; the last epoch of a"
+    " run is saved, too. By default each epoch is saved.",
 }
 _ALL_OPTIONS = (
-    " All options can be set in a YAML file (--config); --print_config prints them all with their values, and --help"
-    " shows those that are used most."
+    " All options can be set in a YAML file (--config); --print_config prints all options with their values, and --help"
+    " shows the options that are used most."
 )
 
 
@@ -127,64 +141,6 @@ class _TrainingParser(Parser, LightningArgumentParser):
     ) -> Any:
         value = of_file(key, value) if self.has_places else value
         return super()._check_value_key(action, value, key, cfg, append=append)
-
-
-class BestCheckpoint(ModelCheckpoint):
-    """Keep the best checkpoint and the last one.
-
-    The best is that of the highest accuracy, F1 (several labels per node), R2 (numbers to predict) or AUC (edges).
-
-    Lightning writes ``last.ckpt`` only beside a new best checkpoint. Here it is always that of the last epoch, from
-    which a run that lost a rank resumes.
-    """
-
-    @override
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self.monitor == _SCORE and isinstance(pl_module, GraphModule):
-            self.monitor, self.mode = pl_module.best_by
-            self.kth_value = torch.tensor(float("inf" if self.mode == "min" else "-inf"))
-        super().setup(trainer, pl_module, stage)
-
-    @override
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what was best and last, also if the folder has moved, or ``last.ckpt`` was passed over."""
-        super().load_state_dict({**state_dict, **self._here(state_dict)})
-
-    def _here(self, state: dict[str, Any]) -> dict[str, Any]:
-        folder = Path(self.dirpath or ".")
-        names = {one: folder / Path(one).name for one in (*state["best_k_models"], state["best_model_path"]) if one}
-        if is_remote(folder) or not all(path.exists() for path in names.values()):
-            return {}  # files of another run
-        last = folder / f"{self.CHECKPOINT_NAME_LAST}{self.FILE_EXTENSION}"
-        return {
-            "dirpath": self.dirpath,
-            "best_k_models": {str(names[one]): score for one, score in state["best_k_models"].items()},
-            "last_model_path": str(last) if os.path.lexists(last) else "",
-            **{one: str(names.get(state[one], "")) for one in ("best_model_path", "kth_best_model_path")},
-        }
-
-    @override
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        super().on_train_epoch_end(trainer, pl_module)
-        dry = trainer.fast_dev_run  # type: ignore[attr-defined]
-        if self.save_last and not dry and self._last_global_step_saved != trainer.global_step:
-            self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
-
-    @staticmethod
-    @override
-    def _link_checkpoint(trainer: Trainer, filepath: str, linkpath: str) -> None:
-        """Replace the link (``save_last=link``) in one step; Lightning removes the one before first."""
-        if trainer.is_global_zero and os.path.abspath(filepath) != os.path.abspath(linkpath):
-            temporary = f"{linkpath}.{os.getpid()}.partial"
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(temporary)
-            os.symlink(os.path.relpath(filepath, os.path.dirname(linkpath)), temporary)
-            os.replace(temporary, linkpath)
-        trainer.strategy.barrier()
-
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save nothing: the last epoch is saved already. Lightning's method would save even under ``fast_dev_run``."""
 
 
 class GraphCLI(LightningCLI):
@@ -224,16 +180,16 @@ class GraphCLI(LightningCLI):
         parser.add_argument("--help-all", action="help", default=argparse.SUPPRESS, help="show all options")
         parser.add_argument(
             "--task", choices=list(TASKS), default="nodes",
-            help="learn the classes of nodes, numbers of nodes (regression), or edges (--data.edge_split holds some out"
-            " for evaluation)",
+            help="what the model learns: classes of nodes (nodes), numbers for nodes (regression), or edges (links;"
+            " --data.edge_split holds edges out for evaluation)",
         )  # fmt: skip
         parser.add_argument(
             "--resume", type=bool | None, default=None, nargs="?", const=True,
-            help="for fit: go on with the newest run of this configuration that has a checkpoint; begin if there is"
-            " none. By default when torchrun, SLURM or Kubernetes starts the same job again",
+            help="go on with the newest run of this configuration that has a checkpoint (fit only); without such a run,"
+            " begin one. By default only if torchrun, SLURM or Kubernetes starts the same job again",
         )  # fmt: skip
         parser.add_lightning_class_args(BestCheckpoint, "checkpoint")
-        parser.set_defaults({"checkpoint.monitor": _SCORE, "checkpoint.mode": "max", "checkpoint.save_last": True})
+        parser.set_defaults({"checkpoint.save_last": True})
         parser.add_lightning_class_args(ExchangeMonitor, "exchange")
         parser.add_lightning_class_args(PredictionWriter, "predictions")
 
@@ -264,7 +220,8 @@ class GraphCLI(LightningCLI):
             if is_first_rank():
                 log.warning("no --ckpt_path: %s runs on a model that was never trained", subcommand)
         elif checkpoint in _NAMES_OF_CHECKPOINTS:
-            path = named_checkpoint(checkpoint, Path(config.checkpoint.dirpath or root), self._as_saved(config))
+            saved = config.checkpoint.dirpath and Path(config.checkpoint.dirpath)
+            path = named_checkpoint(checkpoint, Path(root), self._as_saved(config), saved)
             rank_zero_info(f"--ckpt_path={checkpoint}: {path}")
             checkpoint = config["ckpt_path"] = str(path)
         if checkpoint is not None and not is_remote(checkpoint):
@@ -378,13 +335,12 @@ class GraphCLI(LightningCLI):
         config = self.config[self.subcommand]
         resume, config["resume"] = config.resume, None  # the saved configuration repeats the run
         root, saved = Path(config.trainer.default_root_dir or "runs"), config.checkpoint.dirpath
+        shared, compared, folder = saved and Path(saved), self._as_saved(config), None
         if not self._logs and resume and saved is None:
             raise InputError("--resume: without pygdist's own loggers, say where checkpoints are: --checkpoint.dirpath")
         goes_on = bool(resume) and not self._logs
         if self._logs and self.subcommand == "fit":
-            folder = folder_to_go_on(
-                root, self._as_saved(config), resume, saved and Path(saved)
-            )  # other ranks may see another disk
+            folder = folder_to_go_on(root, compared, resume, shared)  # other ranks may see another disk
             goes_on, saved = folder is not None, saved or folder
             if folder is not None and trainer.is_global_zero:
                 self._folder = RunFolder(folder)
@@ -397,7 +353,13 @@ class GraphCLI(LightningCLI):
         if goes_on:
             warnings.filterwarnings("ignore", message="Checkpoint directory .* exists")
         if self.subcommand == "fit":
-            trainer.callbacks.insert(0, Resume(saved if goes_on else None))  # on all ranks: it agrees on one file
+            of_run = OwnCheckpoints.of(folder, compared, root, shared) if shared and goes_on else None
+            for one in trainer.callbacks:
+                if isinstance(one, BestCheckpoint):
+                    one.own = of_run
+            # on all ranks, which agree on one file
+            trainer.callbacks.insert(0, Resume(saved if goes_on else None, of_run))
+            trainer._checkpoint_connector.note = note_of(self._folder, compared)
 
     def _as_saved(self, config: Any) -> Any:
         """Return a configuration in the form in which ``config.yaml`` of a run holds it."""

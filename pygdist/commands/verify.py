@@ -25,13 +25,13 @@ from pygdist.errors import InputError
 from pygdist.graph import Shard
 from pygdist.hops.layer import own_class
 from pygdist.hops.user_code import in_one_line
-from pygdist.lightning import GraphDataModule, NodeRegressor
+from pygdist.lightning import GraphDataModule, LinkPredictor, NodeRegressor
 from pygdist.memory.limits import writes_to
 from pygdist.nn.inputs import checked_columns, checked_rows, fill_in_sizes, outputs_of
 from pygdist.nn.loss import Losses, Regression, node_losses, value_losses
 from pygdist.routing import distribute
 from pygdist.routing.causes import ELSEWHERE, reads_missing_rows
-from pygdist.testing import Difference, RankPool, Step, without_dropout
+from pygdist.testing import Difference, RankPool, Step, without_randomness
 from pygdist.testing.exactness import distributed_step, largest_differences, reference_step
 
 log = logging.getLogger(__name__)
@@ -58,8 +58,8 @@ def verify(
         backend: The backend to verify.
         data: The graph; it is partitioned into ``world_size`` parts.
         world_size: Number of processes.
-        reference: ``pyg`` runs plain PyTorch Geometric on the whole graph; ``single`` runs the backend ``single``;
-            ``auto`` takes ``single`` if PyG's messages (edges x features) would not fit in memory.
+        reference: Code of the one process. ``pyg`` is plain PyTorch Geometric on the whole graph; ``single`` is the
+            backend ``single``; ``auto`` is ``pyg`` if PyG's messages (edges x features) fit in memory, else ``single``.
         double: Compute in float64.
         loss: The loss of :class:`~pygdist.lightning.NodeRegressor`; by default that of
             :class:`~pygdist.lightning.NodeClassifier`.
@@ -93,7 +93,7 @@ def verify(
     distribute(copy.deepcopy(model), backend=backend)  # refuses what cannot run, before any process is started
     used = _choose_reference(reference, whole)
     log.info("one step on one process (%s), %d nodes, %d edges", used, whole.num_nodes, whole.num_edges)
-    with without_dropout():
+    with without_randomness():
         alone = copy.deepcopy(model)
         expected = reference_step(alone, whole, losses) if used == "pyg" else _single_step(alone, data, double, losses)
     log.info("the same step on %d processes, backend %s", world_size, backend.name or type(backend).__name__)
@@ -120,7 +120,7 @@ def _compare(
         shard = Shard.load(folder, rank, num_parts=world_size).astype(_dtype(double))
         backend.bind(shard, communicator)
         distribute(model, backend=backend, check=False)
-        with without_dropout():
+        with without_randomness():
             step = distributed_step(model, shard, communicator, losses=losses or node_losses)
         return largest_differences(step, expected, shard.owned_id)
     except InputError as error:
@@ -138,12 +138,20 @@ def parser() -> ArgumentParser:
         prog="pygdist verify",
         allow_abbrev=False,  # an option of fit may be a prefix of ours
         description="Compare one training step on N processes with the same step on one process. The exit status is 1 "
-        "if a number differs by more than the tolerance. Takes all options of 'pygdist fit', too.",
+        "if a number differs by more than the tolerance. The options of 'pygdist fit' choose model, backend and graph; "
+        "--data.store, --task=links, and backends that train on parts or mini-batches are refused.",
     )
     result.add_argument("--world-size", "--world_size", type=int, default=2, help="number of processes (default: 2)")
-    result.add_argument("--reference", choices=["auto", "pyg", "single"], default="auto", help="what one process runs")
+    result.add_argument(
+        "--reference", choices=["auto", "pyg", "single"], default="auto",
+        help="code that the one process runs: pyg is plain PyTorch Geometric, single is the backend single, auto is "
+        "pyg if PyG's messages fit in memory, else single",
+    )  # fmt: skip
     result.add_argument("--double", action="store_true", help="compute in float64")
-    result.add_argument("--tolerance", type=float, help="largest relative difference (default: 1e-5, float64 1e-10)")
+    result.add_argument(
+        "--tolerance", type=float,
+        help="largest relative difference that counts as equal (default: 1e-5, with --double 1e-10)",
+    )  # fmt: skip
     return result
 
 
@@ -153,6 +161,8 @@ def run(command: str, arguments: list[str]) -> int:
     if options.tolerance is not None and not 0 <= options.tolerance < math.inf:
         raise InputError(f"--tolerance is {options.tolerance}, expected a finite number from 0")
     cli = GraphCLI(["fit", *rest])
+    if isinstance(cli.model, LinkPredictor):
+        raise InputError("--task=links: verify compares a step on labels of nodes; leave --task out")
     named = {name: getattr(options, name) for name in ("world_size", "reference", "double")}
     if isinstance(cli.model, NodeRegressor):
         named["loss"] = cli.model.loss

@@ -47,8 +47,9 @@ class Adjacency(EdgeIndex):
     apply unchanged. To a layer this is an ``edge_index`` of shape ``(2, num_edges)``, dtype int64; layers that PyG can
     fuse call :meth:`matmul`, which runs :func:`pygdist.kernels.spmm` on int32 indices if they fit.
 
-    The adjacency holds a sparse matrix, 4 bytes per edge. The edge list, four times as large, is made when it is first
-    read, and the transpose in the first backward pass; both are kept.
+    The adjacency holds a sparse matrix, 4 bytes per edge if int32 is enough. The edge list is four times as large:
+    :meth:`from_csr` and :meth:`from_unsorted` make the list when it is first read, the constructor keeps its argument.
+    The transpose is made in the first backward pass. The adjacency keeps both.
 
     Args:
         edge_index: ``(2, num_edges)`` int64, sources in row 0, sorted by row 1.
@@ -83,7 +84,7 @@ class Adjacency(EdgeIndex):
 
     @classmethod
     def from_csr(cls, csr: CSR, value: Tensor | None = None) -> Adjacency:
-        """Wrap a sparse matrix of destinations by sources without copying it; ``csr.perm`` is not used.
+        """Wrap a sparse matrix without copying it: rows are destinations, columns sources; ``csr.perm`` is not used.
 
         Raises:
             ValueError: If the weights have another length.
@@ -107,7 +108,17 @@ class Adjacency(EdgeIndex):
     def from_unsorted(
         edge_index: Tensor, value: Tensor | None = None, *, num_src: int, num_dst: int
     ) -> tuple[Adjacency, Tensor]:
-        """Sort edges by destination, keeping their order within each; also return the permutation."""
+        """Sort edges by destination; edges of one destination keep their order.
+
+        Args:
+            edge_index: ``(2, E)`` int64, sources in row 0, in any order.
+            value: Optional weight of each edge, in the order of ``edge_index``.
+            num_src: Number of source rows.
+            num_dst: Number of destination rows.
+
+        Returns:
+            The adjacency, and the permutation: the position in ``edge_index`` of each of its edges.
+        """
         csr = CSR.from_coo(edge_index[1], edge_index[0], num_rows=num_dst, num_cols=num_src)
         perm = csr.perm
         assert perm is not None
@@ -137,28 +148,34 @@ class Adjacency(EdgeIndex):
 
     @property
     def num_src(self) -> int:
-        """Number of source rows, of which the owned ones come first."""
+        """Number of source rows; owned rows come first."""
         return int(self._sparse_size[0])
 
     @property
     def num_dst(self) -> int:
-        """Number of destination rows, which are the owned ones."""
+        """Number of destination rows; these are the owned rows."""
         return int(self._sparse_size[1])
 
     @property
     def value(self) -> Tensor | None:
-        """The weight of each edge that :meth:`matmul` applies."""
+        """The weights of the edges, which :meth:`matmul` applies; ``None`` without weights."""
         return self._edge_value
 
     def with_value(self, value: Tensor | None) -> Adjacency:
-        """Return the same edges with other weights; they share what is made on demand."""
+        """Return an adjacency with the same edges and other weights.
+
+        Both share the edge list, the transpose and all :meth:`slot` contents.
+        """
         out = Adjacency.from_csr(self._csr, value)
         out._origin = self.origin
         return out
 
     @property
     def origin(self) -> Adjacency:
-        """The adjacency on which :meth:`with_value` was called first; it keeps what is made on demand."""
+        """The adjacency from which this one was made by :meth:`with_value`, however many times; else this one.
+
+        It keeps the edge list, the transpose and all :meth:`slot` contents for all adjacencies made from it.
+        """
         return self if self._origin is None else self._origin
 
     @overload
@@ -166,11 +183,12 @@ class Adjacency(EdgeIndex):
     @overload
     def slot(self, slot: Slot[T], make: Callable[[], T]) -> T: ...
     def slot(self, slot: Slot[T], make: Callable[[], T] | None = None) -> T | None:
-        """Return the content of ``slot``, which is kept with :attr:`origin`.
+        """Return the content of ``slot``; :attr:`origin` keeps the content.
 
         Args:
             slot: The key, a constant of the module that owns the content.
-            make: Makes the content of an empty slot, outside inference mode; without it an empty slot is ``None``.
+            make: Makes the content of an empty slot, outside inference mode. Without ``make`` the result for an empty
+                slot is ``None``.
         """
         owner = self.origin
         if owner._slots is None:
@@ -181,7 +199,7 @@ class Adjacency(EdgeIndex):
         return owner._slots.get(slot)
 
     def keep(self, slot: Slot[T], value: T) -> None:
-        """Set the content of ``slot``, which is kept with :attr:`origin`."""
+        """Set the content of ``slot``; :attr:`origin` keeps the content."""
         owner = self.origin
         owner._slots = {**(owner._slots or {}), slot: value}
 
@@ -190,7 +208,7 @@ class Adjacency(EdgeIndex):
         return self._csr
 
     def transposed(self) -> CSR:
-        """Return the edges by source; they are made once and kept with :attr:`origin`."""
+        """Return the edges by source; :attr:`origin` makes the matrix once and keeps it."""
         return self.slot(_TRANSPOSED, self._transpose)
 
     def _transpose(self) -> CSR:
@@ -222,12 +240,19 @@ class Adjacency(EdgeIndex):
     ) -> Tensor:
         r"""Aggregate source rows at their destinations; PyG's ``spmm`` calls this method.
 
-        ``transpose`` is ignored: the product is always over in-edges, the only meaning that edges sorted by destination
-        have here. PyG passes either value, depending on the layer.
+        Args:
+            other: The source rows.
+            input_value: Weight of each edge; by default :attr:`value`.
+            other_value: Must be ``None``.
+            reduce: Reduction of the messages of one destination: ``sum`` (also ``add``), ``mean``, ``max`` or ``min``.
+            transpose: Ignored. PyG passes true or false, depending on the layer; the product is always over in-edges.
 
         Shapes:
-            ``other`` is :math:`(n_{src}, *)`, or :math:`(K, n_{src}, F)` for layers that stack features, the result
-            :math:`(n_{dst}, *)` or :math:`(K, n_{dst}, F)`.
+            ``other`` is :math:`(n_{src})`, :math:`(n_{src}, F)`, or :math:`(K, n_{src}, F)` from layers that stack
+            features. The result has :math:`n_{dst}` in place of :math:`n_{src}`.
+
+        Raises:
+            ValueError: If ``other`` is a sparse matrix, or a shape, dtype, device or ``reduce`` does not fit.
         """
         if other_value is not None or isinstance(other, EdgeIndex):
             raise ValueError("an Adjacency can only be multiplied with dense rows, not with a sparse matrix")
@@ -252,10 +277,9 @@ class Adjacency(EdgeIndex):
         r"""Aggregate source rows by attention with any score.
 
         Args:
-            parts: Rows of the sources: the first are passed to ``score``, the last are summed.
-            score: Called as ``score(csr, parts[0], *others, transposed=...)``, where ``csr`` holds these edges or some
-                of them.
-            others: Rows of the destinations, or parameters.
+            parts: Tensors of source rows. ``score`` takes the first tensor; rows of the last tensor are summed.
+            score: Called as ``score(csr, parts[0], *others, transposed=...)``, with all edges or some edges in ``csr``.
+            others: Further arguments of ``score``: rows of the destinations, or parameters.
 
         Shapes:
             Each of ``parts`` is :math:`(n_{src}, H, C)`, the result of ``score`` :math:`(E, H)`, the output
@@ -290,7 +314,7 @@ class Adjacency(EdgeIndex):
         return out
 
     def to_device(self, device: torch.device | str) -> Adjacency:
-        """Return a copy on another device, where what is made on demand is made again."""
+        """Return a copy on another device. The copy makes its own edge list and transpose when they are needed."""
         value = None if self._edge_value is None else self._edge_value.to(device)
         return _rebuild(self._csr.indptr.to(device), self._csr.index.to(device), self.num_src, value)
 
@@ -303,7 +327,7 @@ class Adjacency(EdgeIndex):
 
 
 def edges_of(destinations: Tensor) -> Adjacency | None:
-    """Return the edges of which a tensor is the row ``edge_index[1]``; ``None`` for any other tensor."""
+    """Return the adjacency whose row ``edge_index[1]`` is this tensor; ``None`` for any other tensor."""
     edges: Adjacency | None = _DESTINATIONS.get(destinations)
     return edges
 

@@ -39,16 +39,24 @@ def check(data: Data, *, num_classes: int | None = None, float_labels: bool = Fa
     """Raise an error at the first field of a graph that cannot be used.
 
     Args:
-        data: A graph with ``edge_index`` and ``x``; labels, masks and edge values are optional.
+        data: A graph with ``edge_index`` and ``x``; labels, masks and edge values are optional. The rows of ``x``
+            define the number of nodes.
         num_classes: Number of classes, if it is known; labels must be below it.
-        float_labels: Labels are numbers to predict, even if all of them are whole.
+        float_labels: Labels are numbers to predict, even if all labels are whole.
 
     Raises:
-        InputError: If edges are not ``(2, E)`` integers or point outside the graph; features, edge weights or edge
-            attributes have another length, or hold a value that is not finite or beyond float32; edge types are not
-            integers from 0; labels are neither classes (integers from 0, -1 = unlabelled, also as floats), nor a label
-            matrix (0 and 1; with ``num_classes`` also fractions; a row of NaN = unlabelled), nor numbers to predict
-            (finite, a row of NaN = unlabelled); or masks have another length or type.
+        InputError: If a field cannot be used:
+
+            - ``x`` is missing, has no rows or no columns, or ``num_nodes`` is another number;
+            - edges are not ``(2, E)`` integers, or an id is not a node;
+            - edge weights, edge attributes or edge types do not have one row for each edge;
+            - features, edge weights or edge attributes hold NaN, infinity, or a number beyond float32;
+            - edge types are not integers from 0;
+            - labels are not classes (integers from 0, -1 = unlabelled; floats of these values are allowed), not a label
+              matrix (0 and 1; with ``num_classes`` also fractions; a row of NaN = unlabelled), and not numbers to
+              predict (finite; a row of NaN = unlabelled);
+            - a mask does not have one bool, or 0 or 1, for each node;
+            - ``num_classes`` is out of range, or given together with ``float_labels``.
     """
     x = data.get("x")
     if not isinstance(x, Tensor):
@@ -182,8 +190,8 @@ def is_multi_label(y: Tensor) -> bool:
 def are_numbers(y: Tensor, float_labels: bool = False) -> bool:
     """Tell if labels are numbers to predict, rather than classes (:func:`check`).
 
-    These are floats of which some are not whole, any floats with ``float_labels``, a matrix with entries other than 0
-    and 1, and tensors of more dimensions. Whoever is given the number of classes need not ask.
+    Numbers to predict are: floats, if some are not whole; all floats, with ``float_labels``; a matrix with an entry
+    other than 0 and 1; and a tensor of more than two dimensions. If the number of classes is known, labels are classes.
     """
     if y.dim() > 2 or (float_labels and y.is_floating_point()):
         return True
@@ -340,7 +348,9 @@ def _check_label_matrix(y: Tensor, num_classes: int | None) -> None:
 
 def _check_numbers(y: Tensor) -> None:
     """Refuse numbers to predict that are infinite or overflow float32, and nodes that have NaN for some of them."""
-    for start, block in rows_of(y if y.is_floating_point() else y[:0]):
+    if not y.is_floating_point():
+        return
+    for start, block in rows_of(y):
         block = block.reshape(len(block), -1)
         missing = torch.isnan(block)
         if (node := _first(missing.any(dim=1) & ~missing.all(dim=1))) is not None:

@@ -27,10 +27,10 @@ _EDGES_REMAIN = (
 
 
 def hold_out(shard: Shard, shares: Sequence[float], seed: int = 0) -> Shard:
-    """Move some edges of a shard to ``val_edges`` and ``test_edges``.
+    """Return a shard in which some edges are moved to ``val_edges`` and ``test_edges``; ``shard`` does not change.
 
-    An edge and its reverse are held out together; self-loops are never held out. The result has no surroundings, since
-    their in-degrees count every edge of the graph.
+    An edge and its reverse are held out together; self-loops are never held out. The result has no ``surroundings``,
+    since the in-degrees there count every edge of the graph.
 
     Args:
         shard: A rank's part of the graph.
@@ -38,7 +38,7 @@ def hold_out(shard: Shard, shares: Sequence[float], seed: int = 0) -> Shard:
         seed: Seed; the same edges are held out on any number of ranks.
 
     Raises:
-        InputError: If ``shares`` are not two shares with a sum below 1.
+        InputError: If ``shares`` does not have two numbers from 0 with a sum below 1.
     """
     if len(shares) != 2 or not (min(shares) >= 0 and sum(shares) < 1):  # NaN is neither
         raise InputError(
@@ -66,13 +66,13 @@ def hold_out(shard: Shard, shares: Sequence[float], seed: int = 0) -> Shard:
 
 
 def known_pairs(shard: Shard) -> Tensor:
-    """Return the pairs that :func:`corrupted_sources` must not draw: edges into owned nodes, and these nodes' loops.
+    """Return the pairs that :func:`corrupted_sources` must not draw: edges into owned nodes, and owned nodes' loops.
 
     Held-out edges are included.
 
     Returns:
-        One number for each pair, ``target * num_nodes + source`` with the target's local and the source's global id,
-        ascending; int64, so 8 bytes for each edge.
+        One number for each pair, ascending: ``target * num_nodes + source``, where ``target`` is a local id and
+        ``source`` a global id. int64, so 8 bytes for each edge.
     """
     csr = shard.adjacency.csr()
     owned = torch.arange(shard.num_owned, device=shard.n_id.device)
@@ -89,18 +89,22 @@ def in_order(target: Tensor, source: Tensor, num_nodes: int) -> Tensor:
 
 
 def corrupted_sources(target: Tensor, e_id: Tensor, num_nodes: int, *, known: Tensor, seed: int, epoch: int) -> Tensor:
-    """Draw another source for each edge, such that the pair is not an edge; the same on any number of ranks.
+    """Draw a negative source for each edge: a random node that has no edge to the edge's target.
 
-    A pair that is an edge is drawn again, at most 19 times. For nodes that have nearly all others as neighbours some
-    pairs may still be edges; a warning says so. Each epoch draws different sources.
+    Sources are the same on any number of ranks, and differ between epochs. A source that has an edge to the target is
+    drawn again, at most 19 times. If a target has an edge from nearly every node, the last source drawn may still have
+    one; a warning says so.
 
     Args:
         target: Targets of the edges, in local ids.
-        e_id: Global ids of the edges; the result, global ids of the drawn sources, has its shape.
+        e_id: Global ids of the edges.
         num_nodes: Number of nodes of the graph.
         known: Pairs that must not be drawn, from :func:`known_pairs`.
         seed: Seed of the run.
         epoch: Number of the epoch.
+
+    Returns:
+        Global ids of the drawn sources, in the shape of ``e_id``.
     """
     keys = torch.full_like(e_id, epoch), e_id
     sources = _node_of(drawn(seed, *keys), num_nodes)
@@ -132,7 +136,7 @@ def drawn(seed: int, *keys: Tensor) -> Tensor:
 
 
 def supervised(shard: Shard) -> Tensor:
-    """Return a mask of the edges to learn from, ``(E,)`` bool: all but self-loops."""
+    """Return a mask of the edges to learn from, ``(E,)`` bool: false for self-loops, true for all other edges."""
     return ~is_self_loop(shard.adjacency.csr())
 
 

@@ -41,7 +41,7 @@ class Shard:
         num_owned: Number of owned rows, :math:`n`.
         adjacency: In-edges of the owned rows in local ids, from :math:`n + h` sources to :math:`n` destinations.
         e_id: Global position of each edge, in the order of ``adjacency``.
-        plan: The rows that each pair of ranks exchanges.
+        plan: The rows that this rank sends to each other rank, and receives from each.
         x: Features of the owned rows, ``(n, num_features)``.
         y: Labels of the owned rows: classes, ``(n,)`` int64 with -1 for unlabelled; several labels per node,
             ``(n, num_classes)`` float (``multi_label``); or numbers to predict, ``(n, k)`` or with more dimensions.
@@ -52,13 +52,13 @@ class Shard:
         val_edges, test_edges: Held-out edges (:func:`~pygdist.graph.links.hold_out`): source and target in local ids,
             and global position, ``(3, k)`` int64; ``None`` if no edges were held out.
         folder: The store; ``None`` if the graph is only in memory.
-        surroundings: With placements *replicas* and *edges*, all rows of the part: the shard's ``x``, ids and values of
-            edges are views of their first rows. Otherwise ``None``.
+        surroundings: Under placements *replicas* and *edges*: all rows of the part. The shard's ``x``, ids and values
+            of edges are views of the first rows of ``surroundings``. Otherwise ``None``.
         node_inputs: Further tensors of nodes by name, such as ``pos``: a row for each owned node.
         columns: Under placement *columns*: this rank's columns of the features of all nodes, ``(num_nodes, c)``, by
-            global id; otherwise ``None``. ``x`` is then NaN in every entry and takes no memory.
-        clones: The exchanges between rows of one node under placement *edges*, otherwise ``None``. There ``adjacency``
-            leads from :math:`n + h` rows to as many: it holds the edges of this part, whoever owns their ends.
+            global id; ``x`` is then NaN in every entry and takes no memory. Otherwise ``None``.
+        clones: Under placement *edges*: the exchanges between the rows of a node that is in several parts;
+            ``adjacency`` then holds the edges of this part, with :math:`n + h` rows on both sides. Otherwise ``None``.
     """
 
     # not a dataclass, since Lightning's precision plugins copy these field by field in every step, memory maps included
@@ -115,7 +115,7 @@ class Shard:
         return self.shown(f"Part {self.rank} of {self.num_parts}")
 
     def shown(self, title: str, **more: object) -> str:
-        """Return a card for notebooks; no value of a node or edge is read for it.
+        """Return a card for notebooks; no value of a node or edge is read.
 
         Args:
             title: Title of the card.
@@ -158,7 +158,7 @@ class Shard:
 
     @property
     def value_bytes(self) -> int:
-        """Bytes of a number in a hop, which are those of ``x``, or of torch's default type if ``x`` is of integers."""
+        """Bytes of one number of a row in a hop, in the type of ``x`` or, for integers, in torch's default type."""
         return (self.x.dtype if self.x.is_floating_point() else torch.get_default_dtype()).itemsize
 
     @property
@@ -177,7 +177,7 @@ class Shard:
     ) -> Shard:
         """Map one part of a store of any placement (:mod:`pygdist.graph.store.meta`); features stay memory-mapped.
 
-        Arguments and errors are those of :func:`~pygdist.graph.open_part`.
+        Arguments and errors are those of :func:`~pygdist.graph.open_part`; ``rank`` is its ``part``.
         """
         meta = read_meta(folder) if meta is None else meta
         arrays = open_part(folder, rank, num_parts=num_parts, verify=verify, meta=meta)
@@ -230,7 +230,7 @@ class Shard:
     def to(self, device: torch.device | str, **_: Any) -> Shard:
         """Return the shard on ``device``, or itself if it is there. Lightning calls this for each batch.
 
-        ``columns`` stay where they lie, in a file: they may be larger than the device.
+        ``columns`` stay in their file, as they may be larger than the device.
         """
         device = torch.device(device)
         if self.x.device == device or (self.x.device.type == device.type and device.index is None):
@@ -246,10 +246,10 @@ class Shard:
         )
 
     def astype(self, dtype: torch.dtype) -> Shard:
-        """Return the shard with features, edge inputs and float labels in ``dtype``, or itself if they are.
+        """Return the shard with features, float edge values and float labels converted to ``dtype``.
 
-        ``columns`` stay in their type, as they lie on disk. Half precision leaves labels as they are
-        (:func:`~pygdist.graph.surroundings.floats_unlike`).
+        Returns the shard itself if nothing needs converting. ``columns`` keep the type of their file. Half precision
+        leaves labels as they are (:func:`~pygdist.graph.surroundings.floats_unlike`).
         """
         around = None if self.surroundings is None else self.surroundings.astype(dtype)
         names = floats_unlike(self, ("x", "y", *EDGE_FIELDS), dtype)

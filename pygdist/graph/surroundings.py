@@ -17,10 +17,10 @@ from pygdist.kernels.csr import CSR, narrowest
 class Surroundings:
     r"""All rows of a part under the placements *replicas* (CATGNN, Sec. 4.2) and *edges*, and the edges among them.
 
-    Rows are ordered by hop, so the rows within fewer hops come first, and so do the edges into them. Rows of less than
-    K hops have all their in-edges. Rows of the last hop, the rim, have the in-edges that begin at rows of less than K
-    hops, and their self-loops; ``in_degree`` counts the missing ones too. Under *edges*, each row has some of its
-    in-edges.
+    Rows are ordered by hop, nearest first; edges have the order of the rows that they enter. Under *replicas*, rows
+    within fewer than K hops have all their in-edges. Rows of the last hop, the rim, have only self-loops and the
+    in-edges from rows within fewer than K hops; ``in_degree`` counts the missing in-edges too. Under *edges*, a row has
+    the in-edges that are in this part.
 
     Attributes:
         num_hops: Number of hops around the owned rows, :math:`K \ge 1`.
@@ -31,9 +31,9 @@ class Surroundings:
         e_id: Global position of each edge, in the order of ``adjacency``; ``(E,)`` int64.
         x: Features of all rows, ``(R, num_features)``.
         edge_weight, edge_attr, edge_type: Per edge, in the order of ``adjacency``; ``None`` if the graph has none.
-        in_degree: Over all in-edges of each row in the whole graph: their number, the number of self-loops, the sum of
-            the weights, the sum of the self-loops' weights, and the weight of the last self-loop or 0; ``(R, 5)``
-            float64, or ``(R, 2)`` without edge weights.
+        in_degree: For each row, over all its in-edges in the whole graph: the number of in-edges, the number of
+            self-loops, the sum of the weights, the sum of the self-loops' weights, and the weight of the last self-loop
+            (0 without a self-loop); ``(R, 5)`` float64. Without edge weights the first two columns only.
     """
 
     # not a dataclass, for the same reason as Shard
@@ -61,7 +61,7 @@ class Surroundings:
 
     @staticmethod
     def from_arrays(arrays: Mapping[str, np.ndarray], num_owned: int) -> Surroundings:
-        """Wrap the arrays of one part of a *replicas* store, from :func:`~pygdist.graph.open_part`."""
+        """Wrap the arrays of one part of a *replicas* or *edges* store, from :func:`~pygdist.graph.open_part`."""
         per_hop = arrays["recv_counts"].sum(axis=1).tolist()
         return Surroundings(
             num_hops=len(per_hop),
@@ -76,7 +76,7 @@ class Surroundings:
         return self.replace(adjacency=self.adjacency.to_device(device), **moved)
 
     def astype(self, dtype: torch.dtype) -> Surroundings:
-        """Return it with features and edge inputs in ``dtype``, or itself if they are; ``in_degree`` stays exact."""
+        """Return a copy with features and float edge values in ``dtype``; ``in_degree`` stays float64."""
         floats = floats_unlike(self, ("x", *EDGE_FIELDS), dtype)
         return self.replace(**{name: value.to(dtype) for name, value in floats.items()}) if floats else self
 

@@ -10,8 +10,9 @@ The edges of one destination are never split, as softmax, max or standard deviat
 with more in-edges than the budget allows is a block of its own, and exceeds the budget.
 
 Some hops run whole, whatever memory they take: those that ask for all rows at once (norms over nodes or edges,
-aggregations that pad), those with hooks on the layer, which would see blocks, and those whose arguments, output or
-tensors left on the layer are not clearly one row per edge or per destination.
+aggregations that pad), those with hooks on the layer, which would see blocks, those whose arguments, output or tensors
+left on the layer are not clearly one row per edge or per destination, and those that give other results in blocks, as
+messages do that look up rows by ``index``: some edges of the graph are tried both ways.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ from pygdist.nn.norms import GLOBAL_NORMS
 
 log = logging.getLogger(__name__)
 
+_COMPARED = 256  # edges that are tried whole and in two blocks
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-3}  # of the largest number; 5e-2 in half precision
 _PROBES = ((61, 7), (127, 11))  # edges and destinations of two small hops; no width equals both
 _WITH_GRADIENTS = 2  # the backward pass holds a block's intermediate results and their gradients
 
@@ -284,7 +287,8 @@ def _sees_all_rows(hop: Hop) -> bool:
     layer_class: Any = type(hop.layer)
     methods = ("edge_update",) if hop.updates_edges else ("message", "aggregate", "update")
     for name in read_names(layer_class, methods):
-        if isinstance(vars(hop.layer).get(name), Tensor):  # its rows may be those of edges or of any nodes
+        leaves = tree_leaves(vars(hop.layer).get(name))
+        if any(isinstance(one, Tensor) for one in leaves):  # rows of edges or any nodes; the backward pass finds others
             return True
         value = getattr(hop.layer, name, None)
         for module in value.modules() if isinstance(value, nn.Module) else ():
@@ -354,10 +358,48 @@ def _tried(cuttable: _Cuttable) -> _Result | None:
     if snapshot.changed:  # each block would change it once more
         return None
     rows = _rows_of(out, other)
+    if rows is not None and not _equals_blocks(cuttable, rows):
+        log.debug("%s runs whole: in blocks it gives other numbers", cuttable.hop.layer_name)
+        return None
     places = {name: place for name, value in notes.items() if (place := _rows_of(value, others.get(name)))}
     if rows is None or not places.keys() == notes.keys() == others.keys():
         return None
     return _Result(bytes_per_edge=(many_bytes - few_bytes) / (_PROBES[1][0] - _PROBES[0][0]), rows=rows, notes=places)
+
+
+def _equals_blocks(cuttable: _Cuttable, rows: _Rows) -> bool:
+    """Compare a hop over some of the edges, whole, with the same hop in two blocks; without dropout."""
+    hop, layer = cuttable.hop, cuttable.hop.layer
+    order = torch.argsort(hop.edge_index[1], stable=True)[:_COMPARED]
+    edge_index = hop.edge_index.index_select(1, order)
+    targets = edge_index[1].unique()
+    if len(targets) < 2 or not 0 <= int(targets[0]) <= int(targets[-1]) < cuttable.size[1]:
+        return True
+    border, end = int(targets[len(targets) // 2]), int(targets[-1]) + 1
+    at = int(torch.searchsorted(edge_index[1], border))
+
+    def run(first: int, last: int, some: slice) -> Tensor:
+        parts = {
+            name: value.index_select(dim, order[some]) if by_edge else value.narrow(dim, first, last - first)
+            for name, (value, (by_edge, dim), _, _) in cuttable.arguments.items()
+            if value is not None
+        }
+        return _run(cuttable, dict(vars(layer)), first, last - first, parts, edge_index[:, some])[0]
+
+    modes = {module: module.training for module in layer.modules()}
+    layer.eval()
+    try:
+        with torch.no_grad():
+            whole = run(0, end, slice(None))
+            blocks = torch.cat([run(0, border, slice(at)), run(border, end, slice(at, None))], rows.dim)
+    finally:
+        for module, training in modes.items():
+            module.training = training
+    if whole.shape != blocks.shape:
+        return False
+    apart = (whole - blocks).nan_to_num().abs().max() if whole.numel() else whole.new_zeros(())
+    largest = whole.nan_to_num(posinf=0.0, neginf=0.0).abs().max() if whole.numel() else apart
+    return bool(apart <= _TOLERANCE.get(whole.dtype, 5e-2) * largest)
 
 
 def _probe(cuttable: _Cuttable, num_edges: int, num_dst: int) -> tuple[Tensor, dict[str, Any], int]:

@@ -33,7 +33,7 @@ from torch_geometric.nn.aggr import MeanAggregation, SumAggregation
 
 from pygdist.graph import Adjacency
 from pygdist.hops.kept import Kept
-from pygdist.hops.layer import CACHES, hooked, hooked_module, is_linear, stand_in
+from pygdist.hops.layer import CACHES, aggregation_of, hooked, is_changed, is_linear, stand_in
 
 Forward = Callable[..., Tensor]
 
@@ -205,7 +205,7 @@ def _gin(kept: Kept, layer: GINConv, forward: Forward, x: Any, edge_index: Tenso
 
 def first_linear(network: nn.Module) -> tuple[nn.Linear, Callable[[Tensor], Tensor]] | None:
     """Split a network into the linear module that it begins with, and the rest, which still adds that module's bias."""
-    plain = type(network) in (nn.Sequential, MLP) and not hooked_module(network)
+    plain = type(network) in (nn.Sequential, MLP) and not is_changed(network)
     modules: list[Any] = (
         list(network if isinstance(network, nn.Sequential) else cast(MLP, network).lins) if plain else []
     )
@@ -292,7 +292,7 @@ def _usable(layer: MessagePassing, x: Any, edge_index: Any) -> bool:
         and _rows(x).layout == torch.strided
         and _rows(x).is_floating_point()
         and isinstance(edge_index, Adjacency)
-        and isinstance(layer.aggr_module, (SumAggregation, MeanAggregation))
+        and aggregation_of(layer) in (SumAggregation, MeanAggregation)
         and all(is_linear(lin) for lin in lins)
         and not hooked(layer)
         and not any(isinstance(p, nn.UninitializedParameter) for p in layer.parameters())

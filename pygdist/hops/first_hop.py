@@ -23,7 +23,7 @@ from torch import Tensor
 from torch_geometric.nn import MessagePassing
 
 from pygdist.graph import Adjacency
-from pygdist.graph.identity import fixable, identity_of, version_of
+from pygdist.graph.identity import fixable, identity_of
 from pygdist.hops.hop import Hop, source_of
 from pygdist.hops.host import Host
 from pygdist.hops.layer import hooked, layer_name
@@ -34,16 +34,19 @@ _Inputs: TypeAlias = tuple[Tensor | None, ...]
 
 @dataclass(frozen=True)
 class _KeptResult:
-    """A result and its inputs. The inputs are held, so that no other tensor gets their addresses."""
+    """A result and its inputs. The inputs are held, so that no other tensor gets their addresses.
+
+    A model may return a kept result, and its user may write into the memory by NumPy.
+    """
 
     inputs: tuple[Any, ...]
     identity: tuple[object, ...]
     result: Tensor
-    version: int
+    as_kept: tuple[object, ...]
 
     def is_of(self, inputs: _Inputs, identity: tuple[object, ...]) -> bool:
         """True if the result is that of these inputs, and nobody has written into it since."""
-        return self.identity == identity and version_of(self.result) == self.version
+        return self.identity == identity and identity_of(self.result) == self.as_kept
 
 
 @dataclass(frozen=True)
@@ -182,7 +185,7 @@ class FirstHop:
         if self._fits(layer, result):
             # tensors whose memory is replaced must not leave the old memory to be taken for them again
             inputs = (*(None if tensor is None else tensor.detach() for tensor in (x, weight, value)), edge_index)
-            states[key] = _KeptResult(inputs, identity, result, version_of(result))
+            states[key] = _KeptResult(inputs, identity, result, identity_of(result))
         else:
             states[key] = _Changing(latest, identity, too_large=True)
         return _fresh(result)

@@ -29,7 +29,7 @@ from torch_geometric.nn.aggr import SumAggregation
 from pygdist.graph import Adjacency
 from pygdist.hops.hop import Deferred, Hop, Kernel, source_of, target_of
 from pygdist.hops.host import Host
-from pygdist.hops.layer import hooked, is_linear, stand_in, writes_hops
+from pygdist.hops.layer import aggregation_of, hooked, is_linear, stand_in, writes_hops
 from pygdist.kernels import edge_softmax, gatv2_scores, sddmm, spmm
 
 UNSEEN = "_weights_are_unseen"
@@ -42,11 +42,13 @@ def attention_kernel(hop: Hop) -> Kernel | None:
     kernel = next((kernels.get(hop.name) for cls, kernels in _KERNELS.items() if isinstance(layer, cls)), None)
     if kernel is None or not isinstance(hop.edge_index, Adjacency) or not _as_written(layer) or layer.explain:
         return None
-    if type(layer.aggr_module) is not SumAggregation or hooked(layer):
+    if aggregation_of(layer) is not SumAggregation or hooked(layer):
         return None
     if hop.weights_unseen and kernel is _gat_alpha and target_of(hop.arguments["alpha"]) is not None:
         return _unweighted
     edges = layer.lin_edge
+    if edges is None and hop.arguments.get("edge_attr") is not None and not isinstance(layer, GATConv):
+        return None  # TransformerConv adds the attributes to the rows as they are, and GATv2Conv refuses them
     if edges is None:
         return _unseen_transformer if hop.weights_unseen and kernel is _transformer else kernel
     if isinstance(layer, GATConv):  # the kernel reads the edges' part of the score as a product of two weights
@@ -202,13 +204,13 @@ def transformer_parts(layer: MessagePassing) -> TransformerParts | None:
     """
     if not isinstance(layer, TransformerConv) or not _as_written(layer) or layer.explain:
         return None
-    return _transformer_parts if type(layer.aggr_module) is SumAggregation and not hooked(layer) else None
+    return _transformer_parts if aggregation_of(layer) is SumAggregation and not hooked(layer) else None
 
 
 def _transformer_parts(
     layer: TransformerConv, adjacency: Adjacency, query: Tensor, key: Tensor, edge_attr: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    csr, edges = adjacency.csr(), None
+    csr, edges = adjacency.csr(), edge_attr
     scores = sddmm(csr, key, query, transposed=adjacency.transposed)
     if layer.lin_edge is not None:
         edges = layer.lin_edge(edge_attr).view(-1, layer.heads, layer.out_channels)
@@ -217,7 +219,8 @@ def _transformer_parts(
     weights = functional.dropout(layer._alpha, p=layer.dropout, training=layer.training)
     if edges is None:
         return weights, None
-    summed = query.new_zeros(query.shape).index_add(0, csr.row_index(), edges * weights.unsqueeze(-1))
+    of_edges = torch.broadcast_to(edges * weights.unsqueeze(-1), (edges.size(0), *query.shape[1:]))
+    summed = query.new_zeros(query.shape).index_add(0, csr.row_index(), of_edges)
     return weights, summed
 
 

@@ -1,9 +1,9 @@
 """The hop: one call of a layer's ``propagate`` or ``edge_updater``, as an object that backends run.
 
-A backend reads off the hop which rows the layer needs (:attr:`Hop.sources`), brings them here, and calls
-:meth:`Hop.run` with them. How the hop is computed then, by one sparse product, by an attention kernel or by the layer's
-own messages, is decided here. An argument of a hop is one tensor, or a pair (source rows, destination rows), as in
-PyG's bipartite layers; only this file asks which.
+The hop tells its backend which rows the layer needs (:attr:`Hop.sources`). The backend brings these rows to this rank,
+and passes them to :meth:`Hop.run`. This file decides how to compute the hop then: by one sparse product, by an
+attention kernel or by the layer's own messages. An argument of a hop is one tensor, or a pair (source rows, destination
+rows), as in PyG's bipartite layers; only this file asks which.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pygdist.hops.layer import (
     asked_arguments,
     fused_arguments,
     hooked,
+    is_changed,
     layer_name,
     neighbour_arguments,
     takes_fused,
@@ -108,7 +109,7 @@ class Hop:
         size: Numbers of source and destination rows, as the layer passed them; usually ``None``.
         written: The layer's own method, as its authors wrote it.
         runs: Computes the hop once its rows are here.
-        weights_unseen: True if nothing but the sum of this attention layer reads the weights of its edges.
+        weights_unseen: True if only the weighted sum of this attention layer reads its attention weights.
     """
 
     layer: MessagePassing
@@ -124,14 +125,14 @@ class Hop:
 
     @property
     def updates_edges(self) -> bool:
-        """True for ``edge_updater``: the result holds one row per edge, not per node."""
+        """True for ``edge_updater``, whose result holds one row per edge, not per node."""
         return self.name == "edge_updater"
 
     @cached_property
     def sources(self) -> dict[str, Tensor]:
         """The tensors whose rows the layer reads at the sources of edges, by argument name.
 
-        The layer's inspector names them: ``x`` if ``message`` asks for ``x_j``.
+        The layer's inspector gives the names, such as ``x`` if ``message`` asks for ``x_j``.
         """
         names = neighbour_arguments(self.layer, edges=self.updates_edges)
         ends = {name: source_of(self.arguments.get(name)) for name in names}
@@ -141,10 +142,10 @@ class Hop:
     def is_product(self) -> bool:
         """True if the hop is one sparse product. PyG's fused path then gets one tensor, the source rows.
 
-        The layer implements ``message_and_aggregate``, and its message is the source's row, scaled by a scalar edge
-        weight at most. Arguments that are ``None`` (``edge_type_ptr`` of RGCN) do not count. Edges that are no
-        :class:`~pygdist.graph.Adjacency` any more take PyG's message path, and so do layers with hooks on their
-        messages or with a ``propagate`` of their own.
+        The layer implements ``message_and_aggregate``, and its message is the source's row, times a scalar edge weight
+        if there is one. Arguments that are ``None`` (``edge_type_ptr`` of RGCN) do not count. Hops whose edges are no
+        longer an :class:`~pygdist.graph.Adjacency` are no product, nor are hops of layers with hooks on their messages
+        or with a ``propagate`` of their own.
         """
         layer, arguments = self.layer, self.arguments
         if self.updates_edges or not (layer.fuse and isinstance(self.edge_index, Adjacency)):
@@ -159,7 +160,8 @@ class Hop:
             return False
         if x.dim() != 2 and (x.dim() != 3 or layer.node_dim != -2):  # ARMA stacks features in front of the nodes
             return False
-        return (weight is None or weight.dim() == 1) and _fused_path_says_all(layer)
+        takes_weight = weight is None or (weight.dim() == 1 and weight.is_floating_point())
+        return takes_weight and _fused_path_says_all(layer)
 
     @cached_property
     def is_plain_product(self) -> bool:
@@ -168,7 +170,7 @@ class Hop:
 
     @cached_property
     def kernel(self) -> Kernel | None:
-        """The attention kernel that stands for the hop; ``None`` if the layer's own code has to run."""
+        """The attention kernel that computes the hop; ``None`` if the layer's own code has to run."""
         return self.runs.kernel_of(self)
 
     @property
@@ -189,14 +191,14 @@ class Hop:
 
         Args:
             edge_index: Edges in place of the hop's own.
-            rows: For names of :attr:`sources`: one row per source of the edges. The layer's own rows stay the
-                destination rows.
-            size: Numbers of source and destination rows, where ``rows`` are given. A rank without edges then runs the
-                layer on one edge between two rows that do not exist, and drops the result: many layers cannot reduce
+            rows: Source rows by argument name (:attr:`sources`): one row per source of the edges. The rows that the
+                layer passed remain the destination rows.
+            size: Numbers of source and destination rows, with or without ``rows``. With ``size``, a rank without edges
+                runs the layer on one edge between two extra rows, and drops their result: many layers cannot reduce
                 zero messages.
 
         Returns:
-            One row per destination, or per edge for ``edge_updater``. Where ``weights_unseen``, the result of an
+            One row per destination, or per edge for ``edge_updater``. If ``weights_unseen`` is true, the result of an
             ``edge_updater`` may be a :class:`Deferred`, which only the layer's next hop reads.
         """
         hop = self
@@ -287,7 +289,10 @@ def _fused_path_says_all(layer: MessagePassing) -> bool:
     """
     if not layer.message_and_aggregate.__module__.startswith(("torch_geometric.", "pygdist.")):
         return False
-    if hooked(layer, "message", "aggregate") or set(_SAID) & vars(layer).keys():
+    # by edge_index PyG calls no message_and_aggregate, nor hooks on it
+    if hooked(layer, "message", "aggregate", "message_and_aggregate") or {*_SAID, "update"} & vars(layer).keys():
+        return False
+    if layer.aggr_module is not None and is_changed(layer.aggr_module):
         return False
     if isinstance(layer, EGConv) and "std" in layer.aggregators:
         return False  # PyG computes sqrt(var + 1e-5) in one path and sqrt(max(var, 1e-5)) in the other

@@ -42,7 +42,6 @@ class Kept:
         blocks: Runs messages within a budget of memory.
         layers: The layers that are on this backend.
         classes: By layer class: the subclass that routes its hops to this backend.
-        passes: Passes of models on this backend so far.
         hops: Calls of ``propagate`` in the pass that runs, or ran last.
         names: Names of modules, for messages.
         uncompared: A model was put on this backend to be compared with one process, and has not been called.
@@ -57,7 +56,7 @@ class Kept:
         self.first_hop, self.blocks = FirstHop(host), Blocks(host)
         self.layers: weakref.WeakSet[MessagePassing] = weakref.WeakSet()
         self.classes: dict[type, type] = {}
-        self.passes = self.hops = 0
+        self.hops = 0
         self.names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self.uncompared = False
 

@@ -156,6 +156,17 @@ def hooked_module(module: nn.Module) -> bool:
     return any(hooks)
 
 
+def is_changed(module: nn.Module) -> bool:
+    """True if a module does more than its class says: it has a hook, or a ``forward`` that was set on the object."""
+    return hooked_module(module) or "forward" in vars(module)
+
+
+def aggregation_of(layer: MessagePassing) -> type[Any] | None:
+    """Return the class of a layer's aggregation; ``None`` if the layer has none, or one that :func:`is_changed`."""
+    module = layer.aggr_module
+    return None if module is None or is_changed(module) else own_class(module)
+
+
 # -- layers with something changed -------------------------------------------------------------------------------------
 
 
@@ -241,7 +252,7 @@ def stood_in_for(layer: MessagePassing) -> MessagePassing:
 
 def is_linear(module: nn.Module) -> bool:
     """True if the module is ``x @ weight.T + bias`` and nothing else: no adapter, no hook."""
-    return type(module) in (nn.Linear, Linear) and not hooked_module(module)
+    return type(module) in (nn.Linear, Linear) and not is_changed(module)
 
 
 def computes_fewer(layer: MessagePassing) -> Literal["rows", "pairs"] | None:

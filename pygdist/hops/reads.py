@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import dis
-import functools
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from pygdist.hops.layer import having
 
+#: By class and methods; weak, as the class of a routed layer has its backend, which holds a graph.
+_NAMES: WeakKeyDictionary[type, dict[tuple[str, ...], frozenset[str]]] = WeakKeyDictionary()
 
-@functools.lru_cache(maxsize=256)
-def read_names(layer_class: Any, methods: tuple[str, ...]) -> frozenset[str]:
+
+def read_names(layer_class: type, methods: tuple[str, ...]) -> frozenset[str]:
     """Names of the attributes that these methods of a layer read, with those that the methods they call read.
 
     Args:
         layer_class: The layer's class.
         methods: Names of methods.
     """
+    by_methods = _NAMES.setdefault(layer_class, {})
+    if methods not in by_methods:
+        by_methods[methods] = _read_names(layer_class, methods)
+    return by_methods[methods]
+
+
+def _read_names(layer_class: type, methods: tuple[str, ...]) -> frozenset[str]:
     names: set[str] = set()
     missing = list(methods)
     while missing:

@@ -21,13 +21,13 @@ class Savings:
 
     Attributes:
         first_hop: Keep the result of a ``propagate`` over fixed rows (the graph's own features) and use it again. Its
-            halo rows are then fetched only once.
+            halo rows are then fetched only once. No effect with ``no_input_gradient=False``.
         first_hop_mib: Memory of one rank for these results, in MiB. ``None``: a quarter of the memory free at the first
             result, divided by the ranks that share it. A result that does not fit is computed in every pass.
         cheaper_side: Aggregate on the narrower side of a layer's weight: :math:`(A X) W = A (X W)`.
         no_input_gradient: Compute no gradient for rows that need none.
-        fused_attention: Run GAT, GATv2 and Transformer layers by pygdist's attention kernels, which have first
-            derivatives only.
+        fused_attention: Run GAT, GATv2 and Transformer layers by pygdist's attention kernels. These kernels have no
+            second derivatives.
         block_mib: Memory that the messages of one ``propagate`` may take, in MiB, if the layer's own ``message`` runs.
             Larger hops run in blocks of destinations, which are computed again in the backward pass. ``None``: the
             smaller of 256 MiB and a quarter of the free memory divided by the ranks that share it. 0: no blocks.
@@ -54,11 +54,11 @@ class Savings:
             )
 
     def first_hop_bytes(self, device: torch.device, ranks: int) -> int:
-        """Bytes of results that each of the ``ranks`` ranks on ``device`` may keep there."""
+        """Return the bytes of kept results that each rank may hold on ``device``, which ``ranks`` ranks share."""
         return _limit(self.first_hop_mib, device, ranks)
 
     def block_bytes(self, device: torch.device, ranks: int) -> int | None:
-        """Bytes that the messages of one hop may take on ``device``; ``None`` for no limit."""
+        """Return the bytes that the messages of one hop may take on ``device``; ``None`` for no limit."""
         if self.block_mib == 0:
             return None
         limit = _limit(self.block_mib, device, ranks)

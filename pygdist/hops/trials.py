@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 from torch_geometric.nn import MessagePassing
 
 from pygdist.errors import InputError
-from pygdist.hops.layer import hooked, hooks_of, own_class
+from pygdist.hops.layer import hooked, hooks_of, is_changed, own_class
 from pygdist.hops.untouched import IrreversibleError, untouched
 
 T = TypeVar("T")
@@ -22,26 +22,42 @@ T = TypeVar("T")
 class TrialCache(Generic[T]):
     """The result of ``find``, which tries a layer, by layer; layers that were made alike share it.
 
-    A layer keeps the result of its first trial although its attributes change while it trains, but is tried again if
-    the hooks on its hops change.
+    A layer keeps the result of its first trial although its numbers change while it trains. It is tried again if its
+    hooks, its modules, or its options that are no numbers change.
     """
 
     def __init__(self, find: Callable[[MessagePassing], T]) -> None:
         self.find = find
-        self.of_layer: WeakKeyDictionary[MessagePassing, tuple[tuple[int, ...], T]] = WeakKeyDictionary()
+        self.of_layer: WeakKeyDictionary[MessagePassing, tuple[Any, T]] = WeakKeyDictionary()
         self.of_class: WeakKeyDictionary[type, dict[str | None, T]] = WeakKeyDictionary()
 
     def of(self, layer: MessagePassing) -> T:
         """The result for ``layer``, which is tried if neither it nor a layer like it was."""
-        hooks, tried = hooks_of(layer), self.of_layer.get(layer)
-        if tried is None or tried[0] != hooks:
+        state, tried = _state(layer), self.of_layer.get(layer)
+        if tried is None or tried[0] != state:
             key = _key(layer)
             alike = {} if key is None else self.of_class.setdefault(own_class(layer), {})
             if key not in alike:
                 with _on_cpu(), torch.inference_mode(False), _untouched(layer):  # gradients tell what a hop reads
                     alike[key] = self.find(layer)
-            tried = self.of_layer[layer] = hooks, alike[key]
+            tried = self.of_layer[layer] = state, alike[key]
         return tried[1]
+
+
+def _state(layer: MessagePassing) -> tuple[Any, ...]:
+    """Return something that changes with what a layer computes, numbers aside."""
+    modules = []
+    for module in layer.modules():
+        # Hooks on the layer itself get whole rows, and do not change how columns divide. A layer that is the model has
+        # hooks of ours.
+        hooks = () if module is layer else (*module._forward_hooks, *module._forward_pre_hooks)
+        options = [
+            (name, value)
+            for name, value in vars(module).items()
+            if isinstance(value, (bool, str, type(None))) and name != "training" and not name.startswith("_")
+        ]
+        modules.append((id(module), hooks, "forward" in vars(module), options))
+    return hooks_of(layer), modules
 
 
 @contextmanager
@@ -73,8 +89,8 @@ def _key(layer: MessagePassing) -> str | None:
     lines = [str([(name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()])]
     for name, module in layer.named_modules():
         options = _options(module)
-        hooks = module is not layer and (module._forward_hooks or module._forward_pre_hooks)
-        if options is None or hooks or not (module is layer or _of_library(module)):
+        changed = module is not layer and is_changed(module)
+        if options is None or changed or not (module is layer or _of_library(module)):
             return None
         cls = own_class(module)
         lines.append(f"{name}: {cls.__module__}.{cls.__qualname__} {sorted(options.items())}")

@@ -1,7 +1,8 @@
 """Aggregation on one rank: the product of a sparse matrix and dense rows, attention over edges, and their gradients.
 
-Plain tensors in, plain tensors out; nothing here knows of ranks or of PyG. On the CPU the native library
-(:mod:`pygdist.native`) does the work, on CUDA Triton's kernels do. Where they are missing, torch's own operators do.
+Functions take and return plain tensors, and need neither other ranks nor PyG. They run on the native library
+(:mod:`pygdist.native`) on the CPU, on Triton's kernels on CUDA, and on torch's own operators where these are missing.
+Values of edges, in arguments and in results, are in the order of ``CSR.index``; ``CSR.perm`` is not applied.
 """
 
 from __future__ import annotations

@@ -47,15 +47,16 @@ def edge_softmax(
 
     Args:
         csr: Structure of the matrix; rows are destinations.
-        edge: Term :math:`s` of the score, by edge.
+        edge: Term :math:`s` of the score, by edge, in the order of ``csr.index``.
         source: Term :math:`a`, by source.
         target: Term :math:`b`, by destination.
-        negative_slope: Slope of the leaky ReLU below 0; 1 for none.
+        negative_slope: Slope of the leaky ReLU for negative numbers; 1 for no ReLU.
         transposed: ``transpose(csr)``, or a function that returns it; for the gradient of ``source``.
 
     Shapes:
-        ``edge`` is :math:`(E, H)`, ``source`` :math:`(M, H)`, ``target`` :math:`(N, H)`, the result :math:`(E, H)`. At
-        least one of the three is given; all have one floating-point dtype. The weights of one row sum to 1.
+        ``edge`` is :math:`(E, H)`, ``source`` :math:`(M, H)`, ``target`` :math:`(N, H)`; at least one is given, and all
+        have the same floating-point dtype. The result is :math:`(E, H)`, in the order of ``csr.index`` (``csr.perm`` is
+        not applied). The weights of one row sum to 1.
 
     Raises:
         ValueError: If there is no term, or a shape, dtype or device does not fit.
@@ -89,8 +90,8 @@ def gat(
         \mathbf{y}_{i,h} = \sum_{e = (i, j)} \alpha_{e,h} \, \mathbf{x}_{j,h}, \quad
         \alpha_{e,h} = \mathrm{softmax}_{e \in \mathcal{E}_i} \; \mathrm{LeakyReLU}(a_{j,h} + b_{i,h})
 
-    The result is that of :func:`edge_softmax` followed by :func:`~pygdist.kernels.spmm`. The native library computes
-    each weight when it uses it, in the backward pass too, so nothing of the length of the edges is stored.
+    The result equals :func:`edge_softmax` followed by :func:`~pygdist.kernels.spmm`. The native library computes each
+    weight where the weight is used, in the backward pass too, so no tensor with a row per edge is stored.
 
     Args:
         csr: Structure of the matrix; rows are destinations.
@@ -115,6 +116,8 @@ def gat(
             axes = "rows, heads" if dim == 2 else "rows, heads, channels"
             raise ValueError(f"{name} must have shape ({axes}) with {rows} rows, got {tuple(tensor.shape)}")
         _check_kind(name, tensor, x.dtype, csr)
+    if x.shape[1] * x.shape[2] == 0:  # nothing to sum, and the gradients are 0
+        return (x.sum() + source.sum() + target.sum()) * x.new_zeros((csr.num_rows, *x.shape[1:]))
     backward = transposed_tensors(csr, transposed, x, source, target)
     dtype = torch.promote_types(x.dtype, torch.float32)
     graded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, source, target))
@@ -142,12 +145,12 @@ def gatv2_scores(
         source: Rows :math:`\mathbf{x}` of the sources.
         target: Rows :math:`\mathbf{y}` of the destinations.
         attention: The vector :math:`\mathbf{a}` of each head.
-        negative_slope: Slope of the leaky ReLU below 0.
+        negative_slope: Slope of the leaky ReLU for negative numbers.
         transposed: ``transpose(csr)``, or a function that returns it; for the gradient of ``source``.
 
     Shapes:
         ``source`` is :math:`(M, H, C)`, ``target`` :math:`(N, H, C)`, ``attention`` :math:`(H, C)`, the result
-        :math:`(E, H)`.
+        :math:`(E, H)`, in the order of ``csr.index`` (``csr.perm`` is not applied).
 
     Raises:
         ValueError: If a shape, dtype or device does not fit.

@@ -22,18 +22,20 @@ class CSR:
     """The non-zero entries of a matrix, row by row.
 
     Attributes:
-        indptr: Row ``i`` has the entries ``indptr[i]`` to ``indptr[i + 1]``; int64.
-        index: The column of each entry; int32 or int64. int32 is faster: it is half as much to read. uint16 occurs only
-            in the matrices of :func:`~pygdist.kernels.chunked.column_blocks`.
+        indptr: Row ``i`` has the entries ``indptr[i]`` to ``indptr[i + 1] - 1``; int64.
+        index: The column of each entry; int32 or int64. int32 is faster, as half as many bytes are read. uint16 occurs
+            only in the matrices of :func:`~pygdist.kernels.chunked.column_blocks`.
         num_cols: Number of columns.
         perm: The position of each entry in the caller's order of edges; int32 or int64. ``None`` means the same order.
+            Kernels apply only the ``perm`` of an argument ``transposed``: their values of edges, in arguments and
+            results, are in the order of ``index``.
 
     Shapes:
         ``indptr`` is :math:`(N + 1)`, ``index`` and ``perm`` are :math:`(E)`.
 
     Raises:
-        ValueError: If a tensor has the wrong shape, dtype or device. Only :meth:`validate` checks the values, as that
-            takes a pass over the entries.
+        ValueError: If a tensor has the wrong shape, dtype or device. The values are checked by :meth:`validate` only,
+            which takes a pass over the entries.
     """
 
     indptr: Tensor
@@ -59,7 +61,7 @@ class CSR:
         """Describe a matrix on the CPU to the native library, with further ``fields``.
 
         Returns:
-            The structure, and the tensors that it points to, which must outlive it.
+            The structure, and the tensors to which the structure points. Keep the tensors as long as the structure.
         """
         tensors = [None if part is None else part.contiguous() for part in (self.indptr, self.index, self.perm)]
         indptr, index, perm = (None if part is None else part.data_ptr() for part in tensors)
@@ -76,12 +78,12 @@ class CSR:
         return matrix, tensors
 
     def unpermuted(self) -> CSR:
-        """Return the same entries without ``perm``: their values are in the order of the entries."""
+        """Return the same matrix with ``perm=None``."""
         return CSR(self.indptr, self.index, self.num_cols)
 
     @classmethod
     def from_coo(cls, row: Tensor, col: Tensor, *, num_rows: int, num_cols: int) -> CSR:
-        """Make a matrix from unsorted entries; entries of one row keep their order.
+        """Make a matrix from unsorted entries; entries of the same row keep their order.
 
         Args:
             row: Row (destination) of each entry, :math:`(E)`.
@@ -90,8 +92,8 @@ class CSR:
             num_cols: Number of columns.
 
         Returns:
-            The matrix, with ``perm``, the position of each entry in ``row``; ``index`` and ``perm`` are int32 if that
-            is enough.
+            The matrix. Its ``perm`` is the position of each entry in ``row``. ``index`` and ``perm`` are int32 if int32
+            is large enough.
         """
         perm = torch.argsort(row, stable=True).to(narrowest(row.numel()))
         return cls(pointers(row, num_rows), col.to(narrowest(num_cols)).index_select(0, perm), num_cols, perm)

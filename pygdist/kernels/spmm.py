@@ -48,28 +48,28 @@ def spmm(
     .. math::
         \mathbf{y}_i = \mathrm{reduce}_{e = (i, j)} \; \mathbf{x}_j \otimes w_e
 
-    with :math:`\otimes` one of ``x * w``, ``x + w``, ``x - w``, ``x / w``, or ``x`` alone without weights: the
-    operators that GNN layers use (DistGNN, Table 1).
+    where :math:`\otimes` is one of ``x * w``, ``x + w``, ``x - w``, ``x / w``, or ``x`` alone if there are no weights.
+    These are the operators that GNN layers use (DistGNN, Table 1).
 
     Args:
         csr: Structure of the matrix. Its columns must be in range; only :meth:`CSR.validate` checks that.
         x: Features of the sources, of any floating dtype. For sums and means, bfloat16, and on GPUs float16, are read
             as they are stored and summed in float32. Other rows of 16 bits are converted to float32 first.
-        weight: Value of each entry, in the order of ``csr.index``, or one for each entry and head; ``None`` for ``x``
-            alone.
+        weight: Value of each entry, in the order of ``csr.index`` (``csr.perm`` is not applied); or a value for each
+            entry and head. ``None`` for ``x`` alone.
         reduce: Reduction of the messages of one row.
         op: Operator between features and values.
-        transposed: ``transpose(csr)``, or a function that returns it and is called only if ``x`` needs a gradient.
-            Give it if the structure is used again; without it, each backward pass makes its own.
-        transposed_weight: ``weight[transposed.perm]``, or a function that returns it. Give it for constant weights: the
-            backward pass then need not look them up one by one.
+        transposed: ``transpose(csr)``, or a function that returns the transpose and is called only if ``x`` needs a
+            gradient. Give the transpose if the structure is used again: by default each backward pass makes a new one.
+        transposed_weight: ``weight[transposed.perm]``, or a function that returns these values. Give the values for
+            constant weights: the backward pass then reads weights in order instead of looking each weight up.
 
     Shapes:
         ``x`` is :math:`(M)` or :math:`(M, *)`, ``weight`` :math:`(E)`, the result :math:`(N)` or :math:`(N, *)`. With
         :math:`H` heads ``x`` is :math:`(M, H, *)`, ``weight`` :math:`(E, H)` and the result :math:`(N, H, *)`.
 
     Returns:
-        The aggregated rows, in the dtype of ``weight * x``.
+        The aggregated rows, in the dtype of ``weight * x``; 0 for a row without entries.
 
     Raises:
         ValueError: If a shape, dtype, device, ``reduce`` or ``op`` does not fit.
@@ -119,7 +119,7 @@ def _edge_values(
 
 
 def sddmm(csr: CSR, x: Tensor, y: Tensor, *, transposed: Transposed = None) -> Tensor:
-    r"""Compute the dot product of source and destination row for each entry of a sparse matrix.
+    r"""Compute the dot product of the source row and the destination row of each entry of a sparse matrix.
 
     .. math::
         s_{e,h} = \langle \mathbf{x}_{j,h}, \mathbf{y}_{i,h} \rangle \quad \text{for each entry } e = (i, j)
@@ -131,8 +131,8 @@ def sddmm(csr: CSR, x: Tensor, y: Tensor, *, transposed: Transposed = None) -> T
         transposed: As for :func:`spmm`; for the gradient of ``x``.
 
     Shapes:
-        ``x`` is :math:`(M, H, C)`, ``y`` :math:`(N, H, C)`, the result :math:`(E, H)`, in the dtype of ``x``. Sums are
-        taken in float32 at least.
+        ``x`` is :math:`(M, H, C)`, ``y`` :math:`(N, H, C)`, the result :math:`(E, H)`, in the dtype of ``x`` and the
+        order of ``csr.index`` (``csr.perm`` is not applied). Sums are taken in float32 or float64.
 
     Raises:
         ValueError: If a shape, dtype or device does not fit.

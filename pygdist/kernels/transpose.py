@@ -23,9 +23,9 @@ def transpose(csr: CSR, memory: Memory | None = None) -> CSR:
         memory: Allocates tensors of a shape and dtype; used for ``index`` and ``perm`` of the result.
 
     Returns:
-        The transpose. Its ``perm`` holds positions among the entries of ``csr`` (not in the caller's order of edges,
-        ``csr.perm``), so ``weight[perm]`` are the values of the transpose if ``weight`` are those of ``csr``. The
-        entries of a row keep the order of ``csr``.
+        The transpose. Its ``perm`` holds positions among the entries of ``csr``, not in the caller's order of edges
+        (``csr.perm``). So if ``weight`` holds the values of ``csr``, ``weight[perm]`` holds the values of the
+        transpose. The entries of a row keep the order of ``csr``.
     """
     small = {csr.index.dtype, narrowest(csr.num_rows), narrowest(csr.num_entries)} == {torch.int32}
     if small and csr.indptr.device.type == "cpu" and library.load() is not None:

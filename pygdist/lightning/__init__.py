@@ -1,4 +1,4 @@
-"""Training on Lightning: data module, what is learned, strategies and callbacks. Importing it registers strategies."""
+"""Training with Lightning: data module, tasks, strategies and callbacks. An import registers the strategies."""
 
 from pygdist.lightning.averaging import ModelAveragingStrategy
 from pygdist.lightning.callbacks import ExchangeMonitor, PredictionWriter

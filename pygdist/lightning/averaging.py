@@ -43,25 +43,29 @@ class ModelAveragingStrategy(GraphDDPStrategy):
     """Averages models over parts, weighted by their training nodes (CATGNN, Sec. 3.3); no gradient is exchanged.
 
     ``--trainer.strategy=model_averaging`` averages after every epoch. Parameters and buffers (statistics of norms) are
-    averaged. With plain SGD, one step between averages, and parts that hold all that the model sees, the result equals
-    that of averaged gradients.
+    averaged. With plain SGD, no class weights, one step between averages, and parts that hold all rows that the
+    model reads, the result equals that of averaged gradients.
 
-    A rank may have several parts (``GraphDataModule(num_parts=...)``). They start from the same average and are
-    averaged with all others, with the same result as one rank for each. A rank trains all its parts in every epoch,
-    whatever ``sync_every`` is, so validation, checkpoints and schedules by epochs mean the same on any number of ranks.
-    Dropout is seeded by part and epoch, whichever rank has the part.
+    A rank may have several parts (``GraphDataModule(num_parts=...)``). The result is the same as with one rank for each
+    part: the models of all parts start from the same average, and all are averaged. A rank trains all its parts in
+    every epoch, whatever ``sync_every`` is, so validation, checkpoints and schedules by epochs mean the same on any
+    number of ranks. Dropout is seeded by part and epoch, whichever rank has the part.
 
-    A validation or checkpoint between two averages makes an extra average; if both come at once, they share it.
-    Training continues from the parts' own models. ``check_val_every_n_epoch=sync_every`` avoids the extra average. A
-    run that is resumed between two averages starts from the extra one. If resumed within an epoch, it goes on with the
-    remaining parts or mini-batches.
+    A validation or checkpoint between two averages makes an extra average; a validation and a checkpoint at the same
+    time share one. Training then continues from the parts' own models. ``check_val_every_n_epoch=sync_every`` avoids
+    the extra average. A run that resumes between two averages starts from the extra average. A run that resumes within
+    an epoch goes on with the remaining parts or mini-batches.
 
     Args:
-        sync_every: Average after so many epochs, or steps.
-        sync_unit: ``epoch`` or ``step``.
-        optimizer_state: Treatment of the optimisers' state (Adam's moments) when models are averaged: each part keeps
-            its own (``local``), it is averaged like the model (``average``), or it starts afresh (``reset``).
+        sync_every: Number of epochs or steps between two averages.
+        sync_unit: The unit of ``sync_every``, ``epoch`` or ``step``.
+        optimizer_state: Treatment of the optimisers' state (Adam's moments) when models are averaged. ``local``: each
+            part keeps its own state; ``average``: the state is averaged like the model; ``reset``: the state starts
+            afresh.
         kwargs: As for :class:`~pygdist.lightning.GraphDDPStrategy`.
+
+    Raises:
+        InputError: If ``sync_every`` is below 1, or ``sync_unit`` or ``optimizer_state`` has another value.
 
     Attributes:
         checkpoint_bytes: Bytes that all ranks together have sent to rank 0 for checkpoints since the fit began: the
@@ -107,12 +111,13 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         self._hidden: list[Tensor] | None = None  # the module's own model while the shown average is in the module
         self._restored: Mapping[str, Any] | None = None
         self._ended = False  # training ended without error: all ranks are there, and their models are equal
+        self._afterwards: Communicator | None = None  # of all ranks, once the run's own is closed
         self._seed, self._drawn_for = 0, (-1, -1)  # the run's seed; the part and epoch that dropout is seeded for
         self.checkpoint_bytes = 0
 
     @override
     def loss_scale(self, num_labelled: float, num_here: float) -> float:
-        """Return the factor on the summed loss of a step that makes it the mean over the step's nodes."""
+        """Return the factor on the summed loss of a step with which the loss is the mean over the step's nodes."""
         return 1.0 / (num_here or 1.0)
 
     @property
@@ -137,7 +142,7 @@ class ModelAveragingStrategy(GraphDDPStrategy):
 
     @override
     def configure_ddp(self) -> None:
-        """Start all ranks with the model of rank 0. DDP does not wrap it, as gradients stay on their rank."""
+        """Copy the model of rank 0 to all ranks. DDP does not wrap the model, as gradients stay on their rank."""
         assert self.model is not None
         if self.world_size > 1:
             for value in (*self.model.parameters(), *self.model.buffers()):
@@ -148,6 +153,8 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         super().on_train_start()
         module = getattr(self._trainer, "datamodule", None)
         weights = getattr(module, "part_weights", None) or [1] * self.world_size
+        if not any(weights):  # of pairs of nodes, on a graph without labels
+            weights = [1] * len(weights)
         self._num_parts, total = len(weights), sum(weights)
         own_parts = range(self.global_rank, self._num_parts, self.world_size)
         shares = {part: weights[part] / total for part in own_parts if weights[part]}
@@ -190,7 +197,7 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         return out
 
     def finish(self) -> None:
-        """Replace all models by their average, the result of the run; all ranks make the call."""
+        """Replace the models of all parts by their average, the result of the run; all ranks make the call."""
         if not self._equal:
             self._average()
         self._random.close()
@@ -293,7 +300,10 @@ class ModelAveragingStrategy(GraphDDPStrategy):
         if self.world_size == 1 or not dist.is_initialized():
             return Communicator()
         if self._ended and not self._trainer.interrupted:
-            return Communicator(dist.group.WORLD)  # all ranks are there: Lightning waits for them after the file
+            # all ranks are there: Lightning waits for them after the file
+            if self._afterwards is None or self._afterwards.group is not dist.group.WORLD:  # which a script may renew
+                self._afterwards = Communicator(dist.group.WORLD)
+            return self._afterwards
         rank_zero_warn(
             "the run has failed or was interrupted: the checkpoint has the optimisers' state of the parts of rank 0 "
             "alone; resume from an earlier checkpoint to have that of all parts"

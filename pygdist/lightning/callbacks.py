@@ -37,40 +37,40 @@ _RANK_COLUMNS = (
 class ExchangeMonitor(pl.Callback):
     """Logs the time, traffic and memory of each training epoch.
 
-    Rank 0 logs these figures about all ranks once per epoch, in a separate row of the logger's table; all ranks have
-    them in ``trainer.callback_metrics``:
+    Rank 0 logs these figures about all ranks once per epoch, in a separate row of the logger's table. On all ranks the
+    figures are in ``trainer.callback_metrics``:
 
     =============================  ==================================================================
     ``epoch_s``                    wall seconds of the epoch's training steps, largest over ranks
     ``compute_s_{min,max}``        of these, seconds outside exchanges, over ranks
-    ``exchange_s_{min,max}``       seconds inside exchanges
+    ``exchange_s_{min,max}``       of these, seconds inside exchanges, over ranks
     ``sent_bytes_{min,max}``       payload bytes sent by a rank's backend
-    ``sent_messages_{min,max}``    point-to-point messages sent by it
-    ``sent_bytes_total``           payload bytes sent by all ranks
+    ``sent_messages_{min,max}``    point-to-point messages sent by a rank's backend
+    ``sent_bytes_total``           payload bytes sent by all ranks' backends
     ``gradient_bytes``             payload bytes that a rank sends to average the gradients once
-    ``unused_model_bytes``         payload bytes that a rank sends for averages that are validated or saved, but with
-                                   which training does not go on (strategy ``model_averaging``)
+    ``unused_model_bytes``         payload bytes that a rank sends for extra averages of models, which are validated or
+                                   saved but not trained further (strategy ``model_averaging``)
     ``checkpoint_bytes``           payload bytes that all ranks send to rank 0 for checkpoints: the optimisers' state of
                                    each part (strategy ``model_averaging``; 0 if nothing is saved)
     ``kept_mib_{max,total}``       memory that holds the results of hops over fixed rows, in MiB
     ``peak_gib_{max,total}``       peak resident memory of a process so far, in GiB; on CUDA of the device's tensors
-    ``expected_epoch_s``           the ``epoch_s`` that a backend that plans (``hybrid``) expected
+    ``expected_epoch_s``           the ``epoch_s`` that the plan of backend ``hybrid`` expects
     ``planning_s``                 seconds of planning on rank 0; part of the first ``epoch_s``
-    ``sampling_bytes_total``       of ``sent_bytes_total``, those for sampling across ranks; this figure and the three
-                                   below are there only if mini-batches are sampled across ranks
+    ``sampling_bytes_total``       of ``sent_bytes_total``, the bytes for sampling; this figure and the three below
+                                   exist only if mini-batches are sampled across ranks
     ``sampling_s_max``             seconds in which a rank's thread samples, while the main thread trains
-    ``fetching_s_max``             likewise, in which it fetches rows, or pushes the structure of batches
+    ``fetching_s_max``             seconds in which this thread fetches rows, or pushes the structure of batches
     ``batch_wait_s_max``           of ``exchange_s_max``, seconds in which training waits for the next batch
     =============================  ==================================================================
 
-    DDP's gradient all-reduce counts as compute, as it overlaps with the backward pass; so does waiting in it for a
-    slower rank. Its bytes are those of the parameters, whatever the graph. Of what validations and checkpoints send,
-    only ``unused_model_bytes`` and ``checkpoint_bytes`` are counted. A checkpoint that is saved
-    after an epoch is counted in the next epoch, so the last one is not counted.
+    DDP's gradient all-reduce, and waiting in the all-reduce for a slower rank, count as compute, since the all-reduce
+    overlaps with the backward pass. Of the bytes that validations and checkpoints send, only those of
+    ``unused_model_bytes`` and ``checkpoint_bytes`` are counted. A checkpoint that is saved after an epoch counts in the
+    next epoch, so the last checkpoint of a run does not count.
 
     Args:
-        ranks: A CSV file for the figures of each rank, one line per epoch and rank; rank 0 writes it, epoch by
-            epoch. A run that resumes adds to it.
+        ranks: A CSV file for the figures of each rank, with a line for each epoch and rank. Rank 0 adds lines after
+            each epoch; a run that resumes keeps the lines before.
     """
 
     def __init__(self, ranks: str | Path | None = None) -> None:
@@ -163,18 +163,18 @@ class ExchangeMonitor(pl.Callback):
 class PredictionWriter(BasePredictionWriter):
     """Writes the predictions of all ranks to one ``.npy`` file, one row per node of the graph, ordered by global id.
 
-    Rank 0 writes; the others send it their rows, part by part, so no shared file system is needed and no rank holds all
-    rows. If only some nodes are predicted (``limit_predict_batches`` with several parts on a rank), no file is left and
-    all ranks raise :class:`~pygdist.errors.InputError`.
+    Other ranks send their rows to rank 0, part by part, so no shared file system is needed and no rank holds all rows.
+    If only some nodes are predicted (``limit_predict_batches`` with several parts on a rank), no file is left and all
+    ranks raise :class:`~pygdist.errors.InputError`.
 
-    Row i belongs to node i. If the store has ``ids.txt`` (names, line i + 1) or ``ids.npy`` (numbers, entry i), that
-    file holds the nodes' ids in the user's files; the log names it.
+    Row i belongs to node i. If nodes of the user's files were renumbered, the original id of node i is line i + 1 of
+    ``ids.txt`` (names) or entry i of ``ids.npy`` (numbers) in the store; the log names the file.
 
     Args:
-        path: The file; it appears when it is complete.
-        output: Predicted classes (``label``: int64 or, with several labels per node, 0/1 rows, int8), or the model's
-            output (``logits``). For a :class:`~pygdist.lightning.LinkPredictor`, and for numbers to predict, it is
-            always the model's output.
+        path: The file to write; it appears when it is complete.
+        output: Content of the file: ``label`` for predicted classes, int64 (for several labels per node rows of 0 and
+            1, int8); ``logits`` for the model's output. For numbers to predict, and for links
+            (:class:`~pygdist.lightning.LinkPredictor`), the content is always the model's output.
     """
 
     def __init__(self, path: str | Path = "predictions.npy", output: Literal["label", "logits"] = "label") -> None:

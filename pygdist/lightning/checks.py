@@ -71,7 +71,8 @@ def check_precision(precision: Precision, backend: Backend) -> None:
     if backend.abilities.late_gradients and getattr(precision, "scaler", None) is not None:
         raise InputError(
             f"trainer.precision={precision.precision}: the loss is scaled by a number that changes, but backend "
-            f"'{backend.name}' adds gradients of earlier steps; use bf16-mixed, or gradients='local'"
+            f"'{backend.name}' adds gradients of earlier steps; use bf16-mixed, or an option without such gradients "
+            "(gradients='local' of delayed, pipeline=1 of pushpull)"
         )
 
 
@@ -92,6 +93,28 @@ def check_lag(trainer: pl.Trainer, backend: Backend) -> None:
             f"{', '.join(within)}: with pipeline=3 batches are on their way between two steps of an epoch; use "
             "max_epochs, check_val_every_n_epoch and every_n_epochs, or pipeline=1"
         )
+
+
+def check_lagged_steps(trainer: pl.Trainer, lag: int) -> None:
+    """Refuse a limit with which an epoch ends before the first batch is trained, ``lag`` steps later."""
+    made = trainer.num_training_batches
+    if 0 < made <= lag and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        name = "overfit_batches" if trainer.overfit_batches else "limit_train_batches"  # type: ignore[attr-defined]
+        raise InputError(
+            f"{name}={trainer.limit_train_batches}: with pipeline=3 a batch is trained {lag} steps after it is drawn, "
+            f"so an epoch of {made} steps trains nothing; allow at least {lag + 1} steps, or use pipeline=1"
+        )
+
+
+def check_closures(optimizers: Iterable[Optimizer]) -> None:
+    """Refuse optimisers that decide by the loss of trial steps, of which each rank has its share alone."""
+    for one in optimizers:
+        if isinstance(one, torch.optim.LBFGS):
+            raise InputError(
+                f"optimizer {type(one).__name__} decides by the loss of trial steps, but a rank knows its own share of "
+                "the loss alone, so ranks would take different steps; use another optimiser, such as Adam, or one "
+                "process"
+            )
 
 
 def check_strategy(

@@ -26,29 +26,30 @@ class NodeClassifier(NodeModule):
 
     Logs ``{train,val,test}_loss`` and ``_acc`` (or ``_f1`` for several labels per node) over all labelled nodes of
     the whole graph, the same number on all ranks. With mini-batches and GraphSAINT's normalisation, ``train_loss`` and
-    ``train_acc`` are estimates of these: means over the nodes that an epoch samples, with larger weights for nodes that
-    are sampled rarely. ``train_f1`` counts a node as often as it is sampled.
+    ``train_acc`` are estimates: means over the nodes that an epoch samples, with larger weights for nodes that are
+    sampled rarely. ``train_f1`` counts a node as often as the node is sampled.
 
     A subclass with another loss overrides :meth:`node_losses`, which is called for whole parts and for mini-batches.
-    The subclass may learn any labels. If they are numbers to predict, ``(N, k)`` or with more dimensions, only the loss
-    is logged, since accuracy and F1 are for classes. A subclass for a model with several outputs (a tuple, list or
-    dictionary) overrides :meth:`logits` too. A subclass with an additional term adds it to
+    Such a subclass may learn any labels. For numbers to predict, ``(N, k)`` or with more dimensions, only the loss is
+    logged, since accuracy and F1 are for classes. A subclass for a model with several outputs (a tuple, list or
+    dictionary) overrides :meth:`logits` too. A subclass with an additional term of the loss adds the term to
     ``super().training_step(batch, batch_idx)``.
 
     Args:
-        model: Any module called as ``model(x, edge_index)``, and with ``edge_weight``, ``edge_attr`` or ``edge_type``
-            if its forward has these parameters and the graph has them. ``in_channels=-1`` layers take their size from
-            the graph.
-        class_weights: Factor on the loss of the nodes of each class. The mean is that of
-            ``torch.nn.CrossEntropyLoss(weight=...)``: the sum of weighted losses over the sum of weights, over all
-            ranks. The score does not count them.
+        model: Any module that is called as ``model(x, edge_index)``. If ``forward`` also has a parameter
+            ``edge_weight``, ``edge_attr`` or ``edge_type`` and the graph has this field, the field is passed, too.
+            Layers with ``in_channels=-1`` take their size from the graph.
+        class_weights: Factor on the loss of the nodes of each class. The mean loss is, as in
+            ``torch.nn.CrossEntropyLoss(weight=...)``, the sum of weighted losses over the sum of weights, over all
+            ranks. The score does not count the weights.
 
-    The other arguments are those of :class:`~pygdist.lightning.GraphModule`.
+    The other arguments and their errors are those of :class:`~pygdist.lightning.GraphModule`.
 
     Raises:
-        InputError: If a weight is negative; in a run, if there is not one weight for each class, weights are given
-            though nodes may have several classes, or labels are numbers (for
-            :class:`~pygdist.lightning.NodeRegressor`).
+        InputError: If a weight is negative. In a run, if ``class_weights`` does not have one number for each class, or
+            is given for nodes with several labels; if labels are numbers to predict and no subclass has a loss for
+            numbers (use :class:`~pygdist.lightning.NodeRegressor`); or if the model's output does not have a row for
+            each node and a column for each class.
 
     Example:
         >>> module = NodeClassifier(GCN(-1, 16, num_layers=2, out_channels=7, dropout=0.5), lr=0.01)
@@ -115,9 +116,9 @@ class NodeClassifier(NodeModule):
 
     @override
     def checked(self, outputs: Any) -> Any:
-        """Return outputs; refuse those whose logits are not a matrix with a column for every class.
+        """Return the outputs; refuse outputs whose logits are not a matrix with a column for every class.
 
-        If labels are numbers, any tensor with a row for each node will do, as the subclass has a loss of its own.
+        If labels are numbers to predict, the logits may be any tensor with a row for each node.
         """
         if self.learns_numbers:
             outputs = self.with_columns(outputs)
@@ -130,18 +131,18 @@ class NodeClassifier(NodeModule):
     def node_losses(self, out: Any, y: Tensor) -> Tensor:
         r"""Return the loss of each labelled node: cross-entropy, or binary cross-entropy for several labels per node.
 
-        Training minimises the mean over the nodes of a step; the mean over all nodes of a stage is logged. A rank may
-        have no node.
+        Training minimises the mean over the nodes of a step. The logged loss is the mean over all nodes of a stage. k
+        may be 0 on a rank.
 
         Args:
-            out: The model's outputs for these nodes: a tensor, or tensors in a tuple, list or dictionary. Those
-                without a row for each node are passed whole.
-            y: Their labels.
+            out: The model's outputs for the k labelled nodes: a tensor, or tensors in a tuple, list or dictionary. A
+                tensor without a row for each node is passed whole.
+            y: The labels of the k nodes.
 
         Shapes:
-            ``out`` is :math:`(k, C)`, ``y`` :math:`(k)` int64 or :math:`(k, C)` float, the result :math:`(k)`. An
-            override gets numbers as :math:`(k, 1)`, :math:`(k, C)` or with more dimensions, and outputs of shape
-            :math:`(k)` as :math:`(k, 1)`.
+            ``out`` is :math:`(k, C)`, ``y`` :math:`(k)` int64 or :math:`(k, C)` float, the result :math:`(k)`. If
+            labels are numbers to predict, an override gets ``y`` as :math:`(k, 1)`, :math:`(k, C)` or with more
+            dimensions, and an output of shape :math:`(k)` as :math:`(k, 1)`.
         """
         return node_losses(self.logits(out), y)
 
@@ -152,7 +153,7 @@ class NodeClassifier(NodeModule):
 
     @override
     def weights_of(self, y: Tensor) -> Tensor | None:
-        """Return the weight of each node's class, 0 without a label; ``None`` if classes have none."""
+        """Return the weight of each node's class, 0 for unlabelled nodes; ``None`` without ``class_weights``."""
         if self.class_weights is None:
             return None
         key = y.device, *self.class_weights
@@ -162,7 +163,7 @@ class NodeClassifier(NodeModule):
 
     @override
     def make_scores(self, shard: Shard) -> dict[str, Metric]:
-        """Return micro-averaged accuracy, or F1 for several labels per node; neither if labels are numbers."""
+        """Return accuracy, or micro-averaged F1 for several labels per node, or nothing for numbers to predict."""
         if self.learns_numbers:
             return {}
         if shard.multi_label:
@@ -172,6 +173,8 @@ class NodeClassifier(NodeModule):
     @override
     def update_scores(self, scores: dict[str, Metric], out: Tensor, y: Tensor, weight: Tensor | None) -> None:
         for name, score in scores.items():
+            if name == "f1" and len(y) == 0:  # which torchmetrics cannot take
+                continue
             if name == "f1":
                 score.update((out > 0).long(), y.long())  # as predict does; torchmetrics guesses a sigmoid
             else:

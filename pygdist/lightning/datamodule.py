@@ -51,44 +51,51 @@ _GRAIN = 1 << 26  # sizes of memory are rounded down to a multiple of so many by
 class GraphDataModule(OfLightning, pl.LightningDataModule):
     """Partitions a graph once and gives each rank its part.
 
-    On one process of each machine, ``prepare_data`` loads, checks, preprocesses and partitions the graph and writes the
-    on-disk store into a cache keyed by content and arguments. ``setup`` maps only the rank's own part. Each change that
-    was made to the graph, such as a split that was drawn, is told once in a warning; :meth:`summary` lists all of them.
+    On one process of each machine, ``prepare_data`` loads, checks, preprocesses and partitions the graph. It writes the
+    parts to a cache; the same graph and arguments find the same parts again. ``setup`` maps the rank's own part only. A
+    warning tells each change to the graph once, for example that a split was drawn; :meth:`summary` lists all changes.
 
     Args:
-        dataset: The graph: a PyG ``Data``, a folder of ``.npy`` arrays, or the name of a generator (``sbm``), of a PyG
-            dataset (a class path, or a name in ``torch_geometric.datasets``), of an OGB dataset (``ogbn-arxiv``), or of
-            a data set of an installed package.
+        dataset: The graph: a PyG ``Data``, a folder of ``.npy`` arrays, the name of a generator (``sbm``), of an OGB
+            dataset (``ogbn-arxiv``), of a class in ``torch_geometric.datasets`` or of an installed package's dataset,
+            or the path of a dataset class.
         dataset_args: Arguments of the dataset class or generator, such as ``{root: data, name: Cora}``.
         partitioner: Decides which rank owns which node, or edge: a name (``chunk``, ``hash``, ``metis``), a class path,
-            or an instance. By default ``chunk``; ``libra`` for ``delayed``, ``hash`` for ``pushpull``.
-        partitioner_args: Arguments of the partitioner when it is given by name.
-        num_parts: Number of parts; by default the number of ranks. If the model's backend trains each part by itself
-            (``replica``), it may be larger, and is by default that of the ``store``: parts are dealt to the ranks in
-            turn, and a rank holds one at a time. ``auto`` takes the fewest that fit the ranks' memory.
-        memory_gib: For ``num_parts=auto``: the memory of a rank; by default that of its GPU, or its share of the
-            machine's.
-        reserve: For ``num_parts=auto``: the share of that memory that is left to training (T / M in CATGNN, Sec. 3.2).
-        symmetrize: Add the missing reverses of edges.
+            or an instance. By default ``chunk``; with backend ``delayed`` ``libra``, with ``pushpull`` ``hash``.
+        partitioner_args: Arguments of the partitioner, if the partitioner is given by name.
+        num_parts: Number of parts; by default one for each rank. With a backend that trains each part alone
+            (``replica``), there may be more parts than ranks, and the default is the number of parts in ``store``, if
+            given. Parts are then dealt to the ranks in turn, and a rank holds one part at a time. ``auto`` takes the
+            fewest parts that fit the ranks' memory.
+        memory_gib: Memory of a rank, in GiB, for ``num_parts=auto``. By default the memory of the rank's GPU, or the
+            rank's share of the machine's memory.
+        reserve: Share of the rank's memory that is left to training, for ``num_parts=auto`` (T / M in CATGNN, Sec.
+            3.2).
+        symmetrize: Add the reverse of every edge that has none.
         remove_duplicates: Merge parallel edges: weights are added, attributes averaged.
         remove_self_loops: Drop edges from a node to itself.
         float_features: Convert integer features of nodes and edges to float32; by default they stay integers.
-        float_labels: Float labels are numbers to predict, even if all of them are whole (always for
-            :class:`~pygdist.lightning.NodeRegressor`); by default whole ones become classes.
-        split: Shares of the labelled nodes for training, validation and test, in place of the dataset's own masks; a
+        float_labels: Float labels are numbers to predict, even if all labels are whole. By default whole labels are
+            classes, except for :class:`~pygdist.lightning.NodeRegressor`.
+        split: Shares of the labelled nodes for training, validation and test, in place of the dataset's own masks. A
             dataset without masks is split 50/25/25 by default.
-        split_seed: Seed of the split, of nodes and of edges.
-        edge_split: Shares of the edges to hold out of the graph, for validation and for test;
-            :class:`~pygdist.lightning.LinkPredictor` predicts them. An edge and its reverse are held out together. None
-            by default.
-        num_classes: Number of classes; a label beyond it is an error. By default the largest label plus one.
-        batches: Train in mini-batches, such as :class:`~pygdist.sampler.NeighborBatches`. They are for the backends
-            ``replica`` (of each part), ``pull`` and ``pushpull`` (across parts), which need them. Without, each
-            epoch trains on a whole part.
-        batch_seed: Seed of the mini-batches.
-        num_workers: Processes of each rank that draw mini-batches ahead; 0 draws them when they are needed.
-        store: A folder that ``pygdist partition`` wrote; then nothing is loaded or partitioned.
-        cache_dir: Folder of the cached stores.
+        split_seed: Seed of ``split`` and of ``edge_split``.
+        edge_split: Shares of the edges to hold out of the graph, for validation and for test.
+            :class:`~pygdist.lightning.LinkPredictor` predicts the held-out edges. An edge and its reverse are held out
+            together. By default no edge is held out.
+        num_classes: Number of classes; larger labels are an error. By default the largest label plus one.
+        batches: Sampler of mini-batches, such as :class:`~pygdist.sampler.NeighborBatches`. Backends ``pull`` and
+            ``pushpull`` need a sampler; its batches cross parts. With backend ``replica`` a sampler is optional; its
+            batches stay within a part. By default a step trains on a whole part.
+        batch_seed: Seed of the mini-batches; with mini-batches also of the negative pairs of links.
+        num_workers: Processes of each rank that draw mini-batches ahead, for batches within a part (``replica``); 0
+            draws a batch when it is needed. Backends ``pull`` and ``pushpull`` refuse more than 0.
+        store: A folder that ``pygdist partition`` wrote, in place of a dataset.
+        cache_dir: Folder of the cached parts.
+
+    Raises:
+        InputError: If a number is out of range, or arguments contradict each other. Other mistakes are found by
+            :meth:`prepare_data` and :meth:`setup`.
 
     Example:
         >>> data = GraphDataModule("Planetoid", {"root": "data", "name": "Cora"}, partitioner="chunk")
@@ -183,7 +190,7 @@ class GraphDataModule(OfLightning, pl.LightningDataModule):
 
     @property
     def shard(self) -> Shard:
-        """The rank's part, from :meth:`setup` on; of several, the one that is open."""
+        """The rank's part, from :meth:`setup` on; if the rank has several parts, the open part."""
         if self._shard is None:
             raise RuntimeError("GraphDataModule.shard exists after setup()")
         return self._shard
@@ -197,13 +204,13 @@ class GraphDataModule(OfLightning, pl.LightningDataModule):
 
     @property
     def meta(self) -> Mapping[str, Any]:
-        """The content of the store's ``meta.json``; read once in a run."""
+        """The content of ``meta.json`` of the store; read once in a run."""
         if self._meta is None or self._meta[0] != self.folder:
             self._meta = self.folder, read_meta(self.folder)
         return self._meta[1]
 
     def load(self) -> tuple[Data, list[str]]:
-        """Return the whole graph, checked and preprocessed, and notes on the changes; one process calls it."""
+        """Return the whole graph, checked and preprocessed, and notes on the changes; one process makes the call."""
         data = load_graph(self.dataset, **self.dataset_args)
         float_labels = self.preprocessing["float_labels"] or getattr(self._module, "float_labels", False)
         names = [] if self._model is None else names_of_node_inputs(self._model)
@@ -213,7 +220,7 @@ class GraphDataModule(OfLightning, pl.LightningDataModule):
 
     @override
     def prepare_data(self) -> None:
-        """Load and preprocess the graph, and partition it unless the cache has the parts; once on each machine."""
+        """Load and preprocess the graph, and write the parts unless the cache has them; once on each machine."""
         self._error = self._meta = None
         if self.trainer is not None and self.trainer.world_size == 1 and (reason := read_only_folder(self.trainer)):
             raise InputError(reason)
@@ -245,7 +252,7 @@ class GraphDataModule(OfLightning, pl.LightningDataModule):
         self._told.update(notes)
 
     def summary(self) -> str:
-        """Return lines that describe the graph and its parts, and all that was done to it; after :meth:`prepare_data`.
+        """Return lines on the graph, its parts and all changes to the graph; call :meth:`prepare_data` before.
 
         The first lines are "8,000 nodes, 160,000 edges, 32 features (float32), 8 classes" and "2 parts by chunk; ...".
         """
@@ -316,7 +323,7 @@ class GraphDataModule(OfLightning, pl.LightningDataModule):
 
     @override
     def teardown(self, stage: str) -> None:
-        """Remove the files that a run has put beside the store, and end the thread that makes batches."""
+        """Remove the files that the run wrote beside the store, and end the thread that makes batches."""
         self._forget_precomputed()
         sampled, self._sampled = self._sampled, None
         if sampled is not None:
@@ -329,7 +336,7 @@ class GraphDataModule(OfLightning, pl.LightningDataModule):
 
     @property
     def parts(self) -> list[int]:
-        """This rank's parts, from :meth:`setup` on."""
+        """Numbers of this rank's parts, from :meth:`setup` on."""
         return self._parts
 
     @property
@@ -343,7 +350,7 @@ class GraphDataModule(OfLightning, pl.LightningDataModule):
         return [part["counts"]["train_mask"] for part in self.meta["parts"]]
 
     def open_part(self, part: int) -> Shard:
-        """Return one of this rank's parts, on the device of the model; the part that was open before is freed."""
+        """Return one of this rank's parts, on the device of the model; free the part that was open, if another."""
         shard = self._shard
         if shard is None or shard.rank != part:
             if hasattr(self._module, "let_go"):
@@ -355,7 +362,7 @@ class GraphDataModule(OfLightning, pl.LightningDataModule):
         return self.here(shard)
 
     def here(self, shard: Shard) -> Shard:
-        """Return a part on the model's device and in its dtype; it is moved once."""
+        """Return a part on the model's device and in the model's dtype; the part is moved once."""
         wanted = (shard.rank, device, dtype) = shard.rank, self._device(), self._model_dtype()
         if self._moved is None or self._moved[0] != wanted:
             with torch.inference_mode(False):  # training may use a part that an evaluation moved

@@ -7,11 +7,14 @@ hop by hop (:mod:`pygdist.comm.replay`): one part is open at a time, and the row
 from __future__ import annotations
 
 import copy
+import hashlib
 import itertools
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
@@ -26,7 +29,8 @@ from pygdist.memory.overflow import in_file, writable
 from pygdist.memory.scratch import ScratchFolder
 from pygdist.routing import distribute, undistribute
 
-_PLAIN = (bool, int, float, str)
+_PLAIN = (bool, int, float, str, type(None))
+_OF_TORCH = vars(nn.Module()).keys()
 
 
 class WholeGraphEvaluation:
@@ -116,11 +120,56 @@ class WholeGraphEvaluation:
 def _contents(model: nn.Module) -> tuple[Any, ...]:
     """Return everything that decides if a copy of a model, which shares its tensors, is still one."""
     options = [
-        {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN) and name != "training"}
+        {
+            name: _mark(value)
+            for name, value in vars(module).items()
+            if name not in _OF_TORCH and name[:9] != "_pygdist_"
+        }
         for module in model.modules()
     ]
     tensors = (*model.parameters(), *model.buffers())
     return options, list(model.modules()), list(map(id, tensors)), tensors  # held, so that no other gets their ids
+
+
+def _mark(value: Any, within: tuple[Any, ...] = ()) -> Any:
+    """Return something that equals the mark of an attribute as long as the attribute has not changed.
+
+    Changes inside of objects other than tensors, arrays of NumPy, lists, tuples, sets and dictionaries are not seen.
+    ``within`` are the collections that hold the value; one of them may be the value itself.
+    """
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, Tensor):
+        return _Same(value), 0 if value.is_inference() else value._version
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        return value.dtype, value.shape, hashlib.blake2b(value.tobytes()).digest()
+    if isinstance(value, (set, frozenset)):
+        return set(value)
+    if any(value is one for one in within):
+        return _Same(value)
+    if isinstance(value, dict):
+        return [(key, _mark(one, (*within, value))) for key, one in value.items()]
+    if isinstance(value, (list, tuple)):
+        return [_mark(one, (*within, value)) for one in value]
+    return _Same(value)
+
+
+class _Same:
+    """Equals another of the same object while the object lives; ids of objects that have gone are given to others."""
+
+    def __init__(self, value: Any) -> None:
+        try:
+            self._object: Callable[[], Any] = weakref.ref(value)
+        except TypeError:  # small objects, such as dtypes
+            self._object = lambda: value
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self._object() is not None and self._object() is other._object()
+
+    @override
+    def __hash__(self) -> int:
+        return id(self)
 
 
 class _WholeHops(CommBackend):

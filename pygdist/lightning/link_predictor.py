@@ -40,7 +40,7 @@ class HitsAtK(Metric):
     """The share of edges that score higher than the K-th best negative pair, over all ranks (OGB's Hits@K).
 
     Args:
-        k: K. With fewer negative pairs the share is 1.
+        k: The number K. With fewer than K negative pairs the share is 1.
     """
 
     full_state_update = False
@@ -70,32 +70,42 @@ class HitsAtK(Metric):
 class LinkPredictor(GraphModule):
     """Trains a PyG model to predict edges: the model returns a row for each node, and a decoder scores pairs of rows.
 
-    In every epoch each edge is compared with one negative pair (on mini-batches, with ``negatives``): same target,
-    random source, not an edge, not held out. It is drawn from the seed, the epoch and the edge's id, so the pairs are
-    the same on any number of ranks. The loss is the mean binary cross-entropy over edges and negative pairs. With
-    :class:`~pygdist.sampler.EdgeBatches` and a backend that samples (``pull``), a step has some of the edges. Held-out
-    edges (``GraphDataModule(edge_split=...)``) are compared with the same negative pairs in every evaluation. To
-    recognise edges, a rank holds 8 more bytes for each of its edges, or 32 if the backend splits nodes (``delayed``).
+    Each epoch compares every edge with one negative pair: the edge's target and a random source that has no edge to
+    this target, not even a held-out one. Negative pairs depend on ``seed``, the epoch and the edge's id, so the pairs
+    are the same on any number of ranks. The loss is the mean binary cross-entropy over edges and negative pairs.
+
+    With :class:`~pygdist.sampler.EdgeBatches` and a backend that samples (``pull``), a step trains on some of the
+    edges. The number of negative pairs for each edge is then ``EdgeBatches(negatives=...)``, and the pairs depend on
+    ``GraphDataModule(batch_seed=...)`` instead of ``seed``.
+
+    Held-out edges (``GraphDataModule(edge_split=...)``) are compared with the same negative pairs in every evaluation.
+    To recognise edges, a rank holds 8 more bytes for each of its edges, or 32 if the backend splits nodes
+    (``delayed``).
 
     Logs ``{train,val,test}_loss``, ``{val,test}_auc`` and ``{val,test}_hits``, the same number on all ranks.
 
     Args:
-        model: Any module called as ``model(x, edge_index)``, and with edge inputs if its forward has these parameters
-            and the graph has them; returns a row for each node.
-        decoder: Called with the rows of sources and of targets, ``(k, C)`` each; returns a score for each pair,
-            ``(k,)`` or ``(k, 1)``. The dot product by default. On several ranks norms over all pairs are refused.
-        backend: The way in which neighbours arrive: a registered name, a class path, or an instance. It must see edges
-            between parts, so not ``replica``.
+        model: Any module that is called as ``model(x, edge_index)``. If ``forward`` also has a parameter
+            ``edge_weight``, ``edge_attr`` or ``edge_type`` and the graph has this field, the field is passed, too. The
+            model returns a row for each node.
+        decoder: Module that scores pairs: called with the rows of sources and the rows of targets, ``(k, C)`` each, it
+            returns ``(k,)`` or ``(k, 1)``. The dot product by default. With several ranks, norms over all pairs are
+            refused.
+        backend: The way in which neighbours arrive: a registered name, a class path, or an instance. Not ``replica``,
+            as the backend must see edges between parts.
         lr: Learning rate of Adam.
         weight_decay: Weight decay of Adam.
-        train_share: The share of the edges that an epoch trains on; each epoch draws other edges.
-        hits_at: K of Hits@K.
-        seed: Seed of the edges that an epoch trains on, and of the pairs without an edge.
+        train_share: The share of the edges that an epoch trains on; each epoch draws other edges. With mini-batches,
+            which train on all edges, only 1 is allowed.
+        hits_at: The number K of the score Hits@K.
+        seed: Seed of the edges that an epoch trains on, and of negative pairs.
         savings: Shortcuts to take, and the memory for them.
-        check, detect_nan: As in :class:`~pygdist.lightning.GraphModule`.
+
+    The other arguments are those of :class:`~pygdist.lightning.GraphModule`.
 
     Raises:
-        InputError: If a number makes no sense; in ``fit``, on several ranks, if the decoder has a norm over all pairs.
+        InputError: If a number is out of range, or the backend trains each part alone; in ``fit``, on several ranks, if
+            the decoder has a norm over all pairs.
 
     Example:
         >>> data = GraphDataModule("sbm", edge_split=(0.05, 0.1))

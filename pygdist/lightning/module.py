@@ -32,6 +32,7 @@ from pygdist.lightning.checks import (
     check_accumulation,
     check_device,
     check_lag,
+    check_lagged_steps,
     check_model,
     check_node_inputs,
     check_precision,
@@ -40,6 +41,7 @@ from pygdist.lightning.checks import (
 )
 from pygdist.lightning.datamodule import GraphDataModule
 from pygdist.lightning.evaluation import WholeGraphEvaluation
+from pygdist.lightning.hooks import WithHooks
 from pygdist.lightning.one_lightning import OfLightning, check_callbacks
 from pygdist.lightning.parts import PartBatch, sampled_graph
 from pygdist.lightning.sharded import ShardedTraining, check_elementwise, clip_over_ranks
@@ -53,7 +55,7 @@ _OF_NAN = "lower the learning rate, or look for features, edge weights or labels
 _BACKEND_STATE = "backend_state"  # in a checkpoint
 
 
-class GraphModule(OfLightning, pl.LightningModule):
+class GraphModule(WithHooks, OfLightning, pl.LightningModule):
     """Trains a PyG model on a partitioned graph. The subclass defines the task.
 
     Args:
@@ -62,11 +64,14 @@ class GraphModule(OfLightning, pl.LightningModule):
         lr: Learning rate of Adam; for another optimiser use ``--optimizer`` on the command line, or a subclass.
         weight_decay: Weight decay of Adam.
         savings: Shortcuts to take, and the memory for them; for example ``--model.savings.first_hop=false``.
-        exact_evaluation: Evaluate on the whole graph, also if the backend trains without seeing all of it (``replica``)
-            or on mini-batches.
-        check: Compare the model with one process on a small graph first, and refuse it if a number differs
+        exact_evaluation: Evaluate on the whole graph, also if the backend trains on parts alone (``replica``) or on
+            mini-batches.
+        check: Compare the model with one process on a small graph first, and refuse the model if a number differs
             (:func:`~pygdist.distribute`).
         detect_nan: Stop at the end of an epoch whose training or validation loss is NaN or infinite.
+
+    Raises:
+        InputError: If ``model`` is not a module, the backend is unknown, or ``lr`` or ``weight_decay`` is out of range.
     """
 
     #: Evaluated on held-out edges (``True``) or on nodes; with ``None``, on edges if the data module holds some out.
@@ -105,7 +110,7 @@ class GraphModule(OfLightning, pl.LightningModule):
         return "val_loss", "min"
 
     def labels_of(self, out: Tensor) -> Tensor:
-        """Return the prediction for each node, from a row of the model's output for each."""
+        """Return the predictions, one per node, from ``out``, the model's output with one row per node."""
         return out
 
     @override
@@ -170,7 +175,7 @@ class GraphModule(OfLightning, pl.LightningModule):
     def __getstate__(self) -> dict[str, Any]:
         # copies and pickles hold the model, not what a run has made of the graph
         state: dict[str, Any] = super().__getstate__()
-        return {**state, "_bound": None, "_evaluation": None, "_kept_evaluation": None}
+        return {**state, "_bound": None, "_evaluation": None, "_kept_evaluation": None, "_hooks_done": {}}
 
     @override
     def teardown(self, stage: str) -> None:
@@ -184,13 +189,13 @@ class GraphModule(OfLightning, pl.LightningModule):
         return isinstance(strategy, GraphDDPStrategy) and not strategy.sends_gradients
 
     def place(self, shard: Shard) -> None:
-        """Bind the backend to a part of this rank, unless it is bound to it already."""
+        """Bind the backend to a part of this rank, unless the backend is bound to this part already."""
         if shard is not self._bound:
             self.backend.bind(shard, self.communicator)
             self._bound = shard
 
     def let_go(self) -> None:
-        """Free the part that the backend is bound to, before another one is opened."""
+        """Free the part that the backend is bound to; called before another part is opened."""
         self.backend.unbind()
         self._bound = None
 
@@ -232,13 +237,13 @@ class GraphModule(OfLightning, pl.LightningModule):
 
     @property
     def network(self) -> nn.Module:
-        """The model that runs now, on the module's backend, or, in an evaluation on the whole graph, on another."""
+        """The model that runs now; in an evaluation on the whole graph this may be a copy on another backend."""
         return self.model if self._evaluation is None else self._evaluation.model
 
     def evaluated(self, batch: Shard | PartBatch) -> tuple[Shard, Any]:
         """Return the part of the graph that this batch evaluates, and the model's outputs for its owned nodes.
 
-        In an evaluation on the whole graph with several parts for a rank, outputs are on the CPU, mapped from a file.
+        In an evaluation on the whole graph, if a rank has several parts, outputs are on the CPU, mapped from a file.
         """
         shard = batch.shard if isinstance(batch, PartBatch) else batch
         assert shard is not None, "no rank is idle in an evaluation"
@@ -255,7 +260,8 @@ class GraphModule(OfLightning, pl.LightningModule):
         if not self.exact_evaluation or self.backend.abilities.evaluates:
             return
         data = self._datamodule()
-        if self._kept_evaluation is None or not self._kept_evaluation.is_of(self.model):
+        changed = self._kept_evaluation is None or not self._kept_evaluation.is_of(self.model)
+        if self.communicator.gather([float(changed)]).any():  # an attribute may change on one rank alone
             self._forget_evaluation()
             in_turns = data.num_parts_in_all > self.communicator.world_size
             # training on parts was checked; mini-batches are graphs of their own
@@ -263,13 +269,14 @@ class GraphModule(OfLightning, pl.LightningModule):
             self._kept_evaluation = WholeGraphEvaluation(
                 self.model, self.communicator, self.savings, self.backend, in_turns=in_turns, check=check
             )
-        self._evaluation = self._kept_evaluation
+        evaluation = self._evaluation = self._kept_evaluation
+        assert evaluation is not None
         with torch.inference_mode(False):
-            if self._evaluation.in_turns:
+            if evaluation.in_turns:
                 with self.trainer.precision_plugin.forward_context():
-                    self._evaluation.run(data.parts, data.num_parts_in_all, data.open_part, self)
+                    evaluation.run(data.parts, data.num_parts_in_all, data.open_part, self)
             else:
-                self._evaluation.place(data.here(data.shard))
+                evaluation.place(data.here(data.shard))
 
     def _end_evaluation(self) -> None:
         evaluation, self._evaluation = self._evaluation, None
@@ -288,12 +295,15 @@ class GraphModule(OfLightning, pl.LightningModule):
 
     @override
     def on_fit_start(self) -> None:
-        # dropout must differ between ranks; the parameters are equal already
-        torch.manual_seed(torch.initial_seed() + self.global_rank)
+        # Dropout must differ between ranks; the parameters are equal already. Rank 0 draws on, so that a script's next
+        # model does not begin with the weights of this one.
+        if self.global_rank:
+            torch.manual_seed(torch.initial_seed() + self.global_rank)
 
     @override
     def on_train_start(self) -> None:
         self.communicator.epoch = self.current_epoch  # a run that resumes within an epoch does not start one
+        check_lagged_steps(self.trainer, self.backend.abilities.lag)
         if self.backend.sharded_weights is not None:
             check_elementwise(self.trainer.optimizers)
 
@@ -363,7 +373,7 @@ class GraphModule(OfLightning, pl.LightningModule):
         clip_over_ranks(optimizer, most, weights)
 
     def in_step(self, batch: Shard | PartBatch, loss: Callable[[], Tensor]) -> Tensor:
-        """Return the loss of a training step, with what the backend does before and after it."""
+        """Compute and return the loss of a training step; the backend prepares and ends the step."""
         if isinstance(batch, PartBatch) and batch.sample is not None:
             self.backend.begin_step(batch.sample)
         total, late = loss(), self.backend.end_step()
@@ -386,9 +396,9 @@ class GraphModule(OfLightning, pl.LightningModule):
             parameter.grad = None  # momentum and weight decay would move it nevertheless
 
     def idle_loss(self, sample: Data | None) -> Tensor:
-        """Return the loss of a rank that has nothing to train in a step: zero, but it takes part in all exchanges.
+        """Return a zero loss for a rank that has nothing to train in a step; the rank takes part in all exchanges.
 
-        ``sample`` is its empty mini-batch, if batches are sampled across ranks.
+        ``sample`` is the empty mini-batch of this rank, if batches are sampled across ranks.
         """
         self._is_share = True
         # it depends on every parameter, as DDP sends all gradients in each step
@@ -401,9 +411,14 @@ class GraphModule(OfLightning, pl.LightningModule):
         return torch.stack(terms).sum()
 
     def scaled(self, total: Tensor, count: float, count_here: float) -> Tensor:
-        """Return this rank's loss: the sum ``total`` of its ``count_here`` terms, scaled; all ranks have ``count``.
+        """Return this rank's loss, scaled for the strategy: DDP's mean over ranks is then the mean over all terms.
 
-        With weights, numbers are sums of weights.
+        A strategy that averages models gets the mean over this rank's terms.
+
+        Args:
+            total: Sum of the terms of this rank.
+            count: Number of terms of all ranks; with weights, the sum of all weights.
+            count_here: Number of terms of this rank; with weights, the sum of their weights.
         """
         self._is_share = True
         strategy = self.trainer.strategy
@@ -413,7 +428,7 @@ class GraphModule(OfLightning, pl.LightningModule):
 
     @property
     def shard(self) -> Shard:
-        """The part that this rank holds during a run; of several, the one that is open.
+        """The part that this rank holds during a run; if the rank has several parts, the open part.
 
         Raises:
             InputError: If the run has no :class:`~pygdist.lightning.GraphDataModule`.

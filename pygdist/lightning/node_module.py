@@ -41,8 +41,6 @@ class NodeModule(GraphModule):
     #: Labels are numbers to predict, even if all of them are whole.
     float_labels: ClassVar[bool] = False
 
-    _train_share: float | None = None  # sum of the node weights of all ranks, in this run
-
     @abstractmethod
     def node_losses(self, out: Any, y: Tensor) -> Tensor:
         """Return the loss of each node, ``(k,)``, from the model's outputs for these nodes and their labels."""
@@ -109,7 +107,6 @@ class NodeModule(GraphModule):
                 f"batches: {type(self).__name__} trains on nodes, but {type(batches).__name__} have edges; use "
                 "NeighborBatches"
             )
-        self._train_share = None
         if stage != "predict":
             self.check_labels(self.shard)
         self.metrics.clear()
@@ -156,9 +153,8 @@ class NodeModule(GraphModule):
         """Return the training nodes of all ranks, or their weights if nodes have any."""
         if self.weight_key is None or self.averages_models:
             return shard.counts["train_mask"]
-        if self._train_share is None:
-            self._train_share = float(self.communicator.gather([share]).sum())
-        return self._train_share or 1.0
+        # in every step, as a callback may have changed the weights, on any rank
+        return float(self.communicator.gather([share]).sum()) or 1.0
 
     def _learn(self, shard: Shard, out: Any) -> tuple[Tensor, float]:
         """Return the summed loss over labelled training nodes, and their share; update and log the metrics."""

@@ -87,14 +87,15 @@ class PartModels:
     def mean(self, communicator: Communicator, label: str) -> list[Tensor]:
         """Return the mean of all parts' models, weighted by their training nodes; all ranks make the call."""
         held = tensors_of(self._module)
-        mean = [torch.zeros_like(value, dtype=None if _is_real(value) else torch.float64) for value in held]
+        mean = [torch.zeros_like(value, dtype=_summed_in(value)) for value in held]
         for part, share in self._shares.items():
             in_module = part == self._current or self._current is None
             for total, value in zip(mean, held if in_module else self._values_of(part), strict=True):
                 total.add_(value.to(total.dtype), alpha=share)
         _sum_over_ranks(mean, communicator, label)
         return [
-            total if _is_real(value) else total.round().to(value.dtype) for total, value in zip(mean, held, strict=True)
+            (total if _is_real(value) else total.round()).to(value.dtype)
+            for total, value in zip(mean, held, strict=True)
         ]
 
     def replace_all(self, averaged: list[Tensor], policy: OptimizerState, communicator: Communicator) -> None:
@@ -117,6 +118,13 @@ class PartModels:
         for one in self._parts.values():
             numbered = map(by_number, self._optimizers, one.states)
             one.states = list(map(by_parameter, self._optimizers, numbered))
+
+
+def _summed_in(value: Tensor) -> torch.dtype:
+    """Return a dtype in which a mean of equal values is that value: shares are no exact numbers of half precision."""
+    if value.dtype in (torch.bfloat16, torch.float16):
+        return torch.float32
+    return value.dtype if _is_real(value) else torch.float64
 
 
 def _is_real(value: Tensor) -> bool:

@@ -77,32 +77,32 @@ def _above_zero(value: Tensor) -> Tensor:
 
 
 class NodeRegressor(NodeModule):
-    """Trains a PyG model to predict numbers of nodes; the model's layers stay as they are.
+    """Trains a PyG model to predict numbers for nodes; the model's layers stay as they are.
 
     Targets are the graph's ``y``: floats of shape ``(N,)`` or ``(N, k)``. The model returns a column for each target;
-    for one target, a tensor of shape ``(N,)`` will do. A node whose targets are all NaN is unlabelled: it is in no
-    mask, no loss and no score. NaN in some targets of a node, infinite targets, and integers, which are classes, are
-    refused.
+    for one target, a tensor of shape ``(N,)`` is enough. A node whose targets are all NaN is unlabelled: the node is in
+    no mask, no loss and no score. Refused are NaN in some targets of a node, infinite targets, and integers, which are
+    classes.
 
     Logs ``{train,val,test}_loss``, ``_r2`` and ``_mae`` over all labelled nodes of the whole graph, the same number on
-    all ranks. With several targets, these are means over targets. With mini-batches, those of training are
-    counted during the epoch, while the model changes; with GraphSAINT's normalisation nodes count with their weights.
+    all ranks. With several targets, a score is the mean over targets. With mini-batches, training scores are counted
+    during the epoch, while the model changes; with GraphSAINT's normalisation, nodes count with their weights.
 
     A subclass with another loss overrides :meth:`node_losses`. A subclass for a model with several outputs (a tuple,
-    list or dictionary) overrides :meth:`predictions`, and :meth:`node_losses` if the loss needs more than these.
+    list or dictionary) overrides :meth:`predictions`, and :meth:`node_losses` too if the loss needs other outputs.
 
     Args:
-        model: Any module called as ``model(x, edge_index)``, and with ``edge_weight``, ``edge_attr`` or ``edge_type``
-            if its forward has these parameters and the graph has them. ``in_channels=-1`` layers take their size from
-            the graph.
-        loss: Squared error (``mse``), absolute error (``l1``), or torch's ``huber_loss``, with its ``delta`` of 1
-            (``huber``); averaged over targets.
+        model: Any module that is called as ``model(x, edge_index)``. If ``forward`` also has a parameter
+            ``edge_weight``, ``edge_attr`` or ``edge_type`` and the graph has this field, the field is passed, too.
+            Layers with ``in_channels=-1`` take their size from the graph.
+        loss: Loss of a target: squared error (``mse``), absolute error (``l1``), or torch's ``huber_loss`` with
+            ``delta=1`` (``huber``). The loss of a node is the mean over its targets.
 
     The other arguments are those of :class:`~pygdist.lightning.GraphModule`.
 
     Raises:
         InputError: If ``loss`` has another value; in a run, if the labels are classes, or the model's output does not
-            have their shape.
+            have the shape of the targets.
 
     Example:
         >>> data.y  # float32 of shape (N, 2)
@@ -137,14 +137,14 @@ class NodeRegressor(NodeModule):
     def node_losses(self, out: Any, y: Tensor) -> Tensor:
         r"""Return the loss of each labelled node, averaged over its targets.
 
-        Training minimises the mean over the nodes of a step; the mean over all nodes of a stage is logged. A rank may
-        have no node.
+        Training minimises the mean over the nodes of a step. The logged loss is the mean over all nodes of a stage. k
+        may be 0 on a rank.
 
         Args:
-            out: The model's outputs for these nodes: a tensor, or tensors in a tuple, list or dictionary. Those
-                without a row for each node are passed whole. A single tensor of shape :math:`(k)` comes as
-                :math:`(k, 1)`, as ``y`` does.
-            y: Their targets.
+            out: The model's outputs for the k labelled nodes: a tensor, or tensors in a tuple, list or dictionary. A
+                tensor without a row for each node is passed whole. A single output of shape :math:`(k)` is passed as
+                :math:`(k, 1)`, like ``y``.
+            y: The targets of the k nodes.
 
         Shapes:
             ``out`` and ``y`` are :math:`(k, C)`, the result :math:`(k)`.

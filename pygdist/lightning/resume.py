@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,24 @@ from pygdist.lightning.table import EpochLogger, done_in
 from pygdist.lightning.to_rank_zero import from_rank_zero
 
 _VERSION = re.compile(r"version_(\d+)")
+Counts = Callable[[Mapping[str, Any]], bool]
+"""Tells from the content of a checkpoint if it counts."""
 
 
-def newest_checkpoint(folder: str | Path) -> Path | None:
+def newest_checkpoint(folder: str | Path, counts: Counts | None = None) -> Path | None:
     """Return the checkpoint in a folder, or below it, from which training goes on; ``None`` if there is none.
 
-    The last of the folders ``version_0``, ``version_1``, ... with a checkpoint counts, and in it the file with the most
-    steps. A file that is damaged, or lacks what training needs, is passed over with a warning.
+    The checkpoint is the file with the most steps in the last of the folders ``version_0``, ``version_1``, ... that has
+    a checkpoint. A file that is damaged, or from which training cannot go on, is passed over with a warning.
+
+    Args:
+        folder: The folder.
+        counts: Tells from the content of a checkpoint if it is the run's, where several runs share a folder.
 
     Example:
         >>> trainer.fit(module, datamodule=data, ckpt_path=newest_checkpoint("lightning_logs"))
     """
-    for path in _newest_first(Path(folder)):
+    for path in _newest_first(Path(folder), counts):
         try:
             checkpoints.read(path, needs=TRAINING_PARTS, **_lazily(path))
         except (InputError, OSError) as error:
@@ -42,23 +48,26 @@ def newest_checkpoint(folder: str | Path) -> Path | None:
     return None
 
 
-def _newest_first(folder: Path) -> Iterator[Path]:
+def _newest_first(folder: Path, counts: Counts | None) -> Iterator[Path]:
     by_version: dict[int, list[Path]] = {}
     for path in folder.rglob("*.ckpt"):
         if not path.name.startswith("."):
             versions = [match for part in path.parts if (match := _VERSION.fullmatch(part))]
             by_version.setdefault(int(versions[-1][1]) if versions else -1, []).append(path)
     for _, paths in sorted(by_version.items(), reverse=True):
-        yield from sorted(paths, key=_steps, reverse=True)
+        steps = [(_steps(path, counts), path) for path in paths]
+        counted = [(reached, path) for reached, path in steps if reached is not None]
+        yield from (path for _, path in sorted(counted, key=lambda one: one[0], reverse=True))
 
 
-def _steps(path: Path) -> tuple[float, float]:
-    """Return by how much a file is newer than others: its number of steps, or else its time. Unreadable ones first."""
+def _steps(path: Path, counts: Counts | None) -> tuple[float, float] | None:
+    """Return a file's number of steps and its time; ``None`` if it does not count. Unreadable files are the newest."""
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, **_lazily(path))
-        return float(content["global_step"]), path.stat().st_mtime
+        steps = float(content["global_step"]), path.stat().st_mtime
     except Exception:  # torch.load raises nearly any for a damaged file, which read() then names
         return float("inf"), 0.0
+    return steps if counts is None or counts(content) else None
 
 
 def _lazily(path: Path) -> dict[str, Any]:
@@ -71,25 +80,28 @@ def _lazily(path: Path) -> dict[str, Any]:
 
 
 class Resume(pl.Callback):
-    """Goes on from the newest whole checkpoint of a run, if there is any; otherwise the run begins.
+    """Resumes a run from its newest intact checkpoint; without a checkpoint the run begins.
 
-    All ranks read the file that rank 0 finds: the machines must share the folder. A run that had ended by itself says
-    so and trains nothing. A ``ckpt_path`` of ``trainer.fit`` counts only if the folder has no checkpoint.
+    Rank 0 looks for the checkpoint, and all ranks read this file, so the machines must share the folder. If the saved
+    run had finished, the log says so and nothing is trained. A ``ckpt_path`` of ``trainer.fit`` counts only if the
+    folder has no checkpoint.
 
     Args:
-        folder: Folder of the run's checkpoints, or of its versions (``lightning_logs``); ``None`` never resumes.
+        folder: Folder of the run's checkpoints, or of the run's versions (``lightning_logs``); ``None`` never resumes.
+        counts: As for :func:`newest_checkpoint`.
 
     Raises:
-        InputError: On all ranks, if one of them cannot read the file, reads another one under its name, or finds one
-            where rank 0 finds none; or if the run has trained more epochs than ``max_epochs``.
+        InputError: When training starts, on all ranks: if a rank cannot read the file, reads a file with other content,
+            or finds a checkpoint where rank 0 finds none; or if the saved run has trained more epochs than
+            ``max_epochs``.
 
     Example:
         >>> trainer = pl.Trainer(strategy="graph_ddp", devices=4, callbacks=[Resume("lightning_logs")])
         >>> trainer.fit(module, datamodule=data)
     """
 
-    def __init__(self, folder: str | Path | None) -> None:
-        self.folder = folder
+    def __init__(self, folder: str | Path | None, counts: Counts | None = None) -> None:
+        self.folder, self._counts = folder, counts
 
     @override
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -116,7 +128,7 @@ class Resume(pl.Callback):
                 logger.go_on(whole, steps)
 
     def _agreed(self, trainer: pl.Trainer) -> str:
-        path = None if self.folder is None else newest_checkpoint(self.folder)
+        path = None if self.folder is None else newest_checkpoint(self.folder, self._counts)
         found, strategy = "" if path is None else str(path), trainer.strategy
         agreed = from_rank_zero(found, strategy)
         missed = (

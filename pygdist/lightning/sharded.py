@@ -92,8 +92,14 @@ def check_elementwise(optimizers: Iterable[Optimizer]) -> None:
 
 
 def _check_run(module: pl.LightningModule, weights: ShardedWeights) -> None:
-    """Refuse a run in which nothing else trains, which DDP refuses, or in which a callback averages weights."""
+    """Refuse runs that skip or clip steps by one rank's columns, train nothing else, or average weights."""
     sharded = set(map(id, weights.parameters))
+    precision = module.trainer.precision_plugin
+    if getattr(precision, "scaler", None) is not None:
+        raise InputError(
+            f"trainer.precision={precision.precision}: a rank that finds an overflow in its columns of the first "
+            f"layer's weights (first_weights='sharded') would skip a step alone; use bf16-mixed, or {_INSTEAD[4:]}"
+        )
     if not getattr(module, "automatic_optimization", True):
         raise InputError(
             "first_weights='sharded' needs Lightning's automatic optimisation, which clips by a norm over all ranks; "

@@ -20,6 +20,7 @@ from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
@@ -41,10 +42,11 @@ from pygdist.comm.transport import NCCL_GRACE_S
 from pygdist.errors import InputError, LostRankError, SignalError
 from pygdist.lightning import ending, meeting, optimizer_states
 from pygdist.lightning.checkpoint_io import WholeCheckpointIO, check_alike, mistake_in
-from pygdist.lightning.checks import overflow_in, read_only_folder, unusable_name
+from pygdist.lightning.checks import check_closures, overflow_in, read_only_folder, unusable_name
 from pygdist.lightning.launcher import GraphLauncher, ProcessLauncher
 from pygdist.lightning.meeting import Launched, check_address, connect, hosts_store, warn_of_joining
 from pygdist.lightning.one_lightning import OfLightning
+from pygdist.lightning.one_model import compare_trained, compare_values, trained, values_of
 from pygdist.lightning.same_options import options_of_optimizers, options_of_run
 from pygdist.lightning.stopping import Stopping
 from pygdist.lightning.table import write_epoch
@@ -65,24 +67,29 @@ _SHORTEST_S = 0.1
 class GraphDDPStrategy(OfLightning, DDPStrategy):
     """Averages gradients over the parts of one graph; gloo on CPU, nccl on CUDA.
 
-    ``--trainer.strategy=graph_ddp``, or ``graph_ddp_notebook`` where processes must be forked. Everything else
-    (``devices``, ``num_nodes``, torchrun, SLURM, checkpoints) is as in Lightning's ``ddp``.
+    The name is ``graph_ddp``, or ``graph_ddp_notebook`` where processes must be forked
+    (``--trainer.strategy=graph_ddp``). Everything else (``devices``, ``num_nodes``, torchrun, SLURM, checkpoints) is as
+    in Lightning's ``ddp``.
 
     Args:
         timeout_s: Seconds after which an exchange, or any other collective, gives up.
         warn_after_s: Seconds in one exchange after which the log names the ranks that are late.
-        lost_after_s: A rank counts as lost after so many seconds without a heartbeat, from the start of the run on.
-            Ranks that wait for each other in different calls are found within this time, too. The ranks then fail with
-            an error that tells where each is, or exit, if they wait in a call that no error reaches.
+        lost_after_s: Seconds without a heartbeat after which a rank counts as lost, and seconds after which ranks that
+            wait for each other in different calls count as stuck. All ranks then fail with an error that tells where
+            each rank is. A rank in a call that no error can reach exits.
         checkpoint_on_signal: After SIGTERM, which Kubernetes and others send before they kill, save ``on_signal.ckpt``
-            at the next step, beside the other checkpoints, and then end. Ranks end without it if no step begins within
-            12 s, as in a long validation. Without this option they end at once.
+            at the next step, beside the other checkpoints, and then end. If no step begins within 12 s, as in a long
+            validation, ranks end without saving. By default ranks end at once.
         check_order: For debugging: before every exchange, check that all ranks are about to make the same call.
         keep_memory: On CPU, from the second epoch of training on, processes keep the memory of freed tensors for the
             next epoch.
         start_method: The way in which Lightning starts the processes.
-        find_unused_parameters: As in DDP; needed if the loss does not depend on some parameters.
+        find_unused_parameters: Let DDP look for parameters on which the loss of a step does not depend; needed if there
+            are such parameters.
         kwargs: Passed on to :class:`lightning.pytorch.strategies.DDPStrategy`.
+
+    Raises:
+        InputError: If a number of seconds is not between 0.1 and 1e9.
     """
 
     strategy_name = "graph_ddp"
@@ -117,7 +124,8 @@ class GraphDDPStrategy(OfLightning, DDPStrategy):
         self._timeout_s, self._warn_after_s, self._check_order = timeout_s, warn_after_s, check_order
         self._lost_after_s, self._keep_memory = lost_after_s, keep_memory
         self._stopping = Stopping(checkpoint_on_signal)
-        self._epochs_begun = 0
+        self._epochs_begun = self._steps_begun = 0  # in this process
+        self._averaged: list[nn.Parameter] = []  # those whose gradients DDP averages
         self._communicator: Communicator | None = None
         self._watchdog: Watchdog | None = None
 
@@ -130,11 +138,11 @@ class GraphDDPStrategy(OfLightning, DDPStrategy):
 
     @property
     def is_open(self) -> bool:
-        """True if ranks can communicate, as the run has neither ended nor failed."""
+        """True while ranks can communicate, from the beginning of a run until the run ends or fails."""
         return self._communicator is not None
 
     def loss_scale(self, num_labelled: float, num_here: float) -> float:
-        """Return the factor on a rank's summed loss that makes DDP's mean over ranks the mean over all nodes.
+        """Return the factor on a rank's summed loss with which DDP's mean over ranks is the mean over all nodes.
 
         ``num_labelled`` training nodes are on all ranks, ``num_here`` of them on this one.
         """
@@ -142,7 +150,7 @@ class GraphDDPStrategy(OfLightning, DDPStrategy):
 
     @property
     def sends_gradients(self) -> bool:
-        """True if every step sends gradients, so that all ranks must make it."""
+        """True if every step sends gradients, so that all ranks must make every step."""
         return True
 
     @property
@@ -240,7 +248,7 @@ class GraphDDPStrategy(OfLightning, DDPStrategy):
 
     @override
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
-        """Return the value of rank ``src``, which travels as JSON; Lightning would send a pickle."""
+        """Return the value of rank ``src``, sent as JSON; Lightning would send a pickle."""
         if self.world_size == 1 or not dist.is_initialized():
             return obj
         value: TBroadcast = broadcast_plain(obj, src, self.root_device)
@@ -267,6 +275,7 @@ class GraphDDPStrategy(OfLightning, DDPStrategy):
         if nccl := self.communicator.is_nccl:
             self._ddp_kwargs.setdefault("bucket_cap_mb", ONE_BUCKET_MB)
         super().configure_ddp()
+        self._averaged = [*trained(self.model).values()] if isinstance(self.model, DistributedDataParallel) else []
         if isinstance(self.model, DistributedDataParallel) and self._ddp_comm_hook is None:
             settle_buckets(self.model)
             backend = getattr(self.lightning_module, "backend", None)
@@ -278,7 +287,9 @@ class GraphDDPStrategy(OfLightning, DDPStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        self._epochs_begun = 0
+        self._epochs_begun = self._steps_begun = 0
+        if self.sends_gradients and self.world_size > 1:
+            check_closures(self.optimizers)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -286,8 +297,39 @@ class GraphDDPStrategy(OfLightning, DDPStrategy):
         assert self._current_trainer is not None
         self._stopping.at_step(self._current_trainer, self.communicator)
         self._epochs_begun += batch_idx == 0
+        if isinstance(self.model, DistributedDataParallel) and self.world_size > 1:
+            self._compare(self.model, begins=batch_idx == 0 or self._steps_begun == 0)
+        self._steps_begun += 1
         if self._epochs_begun == 2 and batch_idx == 0 and self._keep_memory and self.root_device.type == "cpu":
             keep_freed_memory()  # not earlier: the first epoch frees memory of planning that no later one asks for
+
+    def _compare(self, model: DistributedDataParallel, *, begins: bool) -> None:
+        """Compare what the ranks train, if an epoch begins; DDP then averages the gradients of what is trained now.
+
+        DDP knows the parameters that needed a gradient when it wrapped the module. Others, which a callback has
+        unfrozen since, would get the gradients of their rank alone.
+
+        Raises:
+            InputError: If the ranks train different models, or layers were unfrozen within an epoch.
+        """
+        now = trained(model)
+        averaged = set(map(id, self._averaged))
+        if not begins:
+            if not averaged.issuperset(map(id, now.values())):
+                raise InputError(
+                    "layers were unfrozen within an epoch, but DDP averages the gradients of those alone that were "
+                    "trained when the epoch began; unfreeze them between epochs, as in on_train_epoch_start"
+                )
+            return
+        if self._steps_begun:
+            model.reducer._check_reducer_finalized()  # as DDP does in the pass that follows
+        if compare_trained(now, averaged, self.communicator):
+            model._remove_autograd_hooks()
+            self.model = model.module
+            self.configure_ddp()
+        done = self._epochs_begun - 1
+        if done > 0 and done & (done - 1) == 0 and self._model_averager is None:
+            compare_values(values_of(model), self.communicator, done, self._steps_begun)
 
     @override
     def on_train_end(self) -> None:
@@ -300,7 +342,7 @@ class GraphDDPStrategy(OfLightning, DDPStrategy):
     @property
     @override
     def checkpoint_io(self) -> CheckpointIO:
-        """Writes and reads checkpoints; by default a file is written whole or not at all."""
+        """The object that writes and reads checkpoints; by default a file is written whole or not at all."""
         if self._checkpoint_io is None:
             self._checkpoint_io = WholeCheckpointIO()
         elif isinstance(self._checkpoint_io, _WrappingCheckpointIO) and self._checkpoint_io.checkpoint_io is None:
@@ -313,7 +355,7 @@ class GraphDDPStrategy(OfLightning, DDPStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a file on rank 0; all ranks make the call, and raise if it cannot be written."""
+        """Write a checkpoint on rank 0; all ranks make the call, and all raise if the file cannot be written."""
         error = None
         if self._communicator is not None and self._current_trainer is not None:
             write_epoch(self._current_trainer)
@@ -330,7 +372,7 @@ class GraphDDPStrategy(OfLightning, DDPStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **options: Any) -> dict[str, Any]:
-        """Read a file on all ranks, which raise alike if it is damaged, lacks a part, or is not the same on all."""
+        """Read a checkpoint; all ranks raise if the file is damaged, incomplete, or not the same on all ranks."""
         content: Any
         try:
             content = super().load_checkpoint(checkpoint_path, *args, **options)
@@ -350,7 +392,7 @@ class GraphDDPStrategy(OfLightning, DDPStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Leave the run. If another error explains the exception, that error is raised in its place."""
+        """Leave the run. If another error explains the exception, raise the other error."""
         super().on_exception(exception)
         told = self._explained(exception)
         if not _of_all_ranks(told) or (self._watchdog is not None and self._watchdog.verdict):

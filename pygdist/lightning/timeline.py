@@ -30,19 +30,29 @@ _PINGS = 9
 class Timeline(pl.Callback):
     """Records what every rank does in some training epochs, and writes a Chrome trace and a picture of it.
 
-    A rank *packs* the rows that it sends, *sends* them (hands them to the transport), *waits* until its own and others'
-    rows have arrived, *unpacks* gradients that come back, and *aggregates* rows that are there. The rest of an epoch is
-    *compute*, including DDP's averaging of gradients. A thin line below shows what goes on at the same time and costs
-    the rank nothing: rows *travel*, and in ring order another thread *sends* them. A validation is not recorded, except
-    for the extra average of models before it (strategy ``model_averaging``). Times are those of each machine's
-    monotonic clock, aligned with rank 0's when training starts. On CUDA they are times of the host, which runs ahead of
-    the device.
+    Kinds of work on a rank:
+
+    - *pack*: copy the rows to send into one buffer;
+    - *send*: hand the rows to the transport;
+    - *wait*: wait until rows of other ranks have arrived, or own rows are sent;
+    - *reduce*: sum tensors over all ranks;
+    - *unpack*: add rows that have arrived, such as gradients, to the rank's own rows;
+    - *aggregate*: aggregate rows that have arrived;
+    - *compute*: the rest of an epoch, including DDP's averaging of gradients.
+
+    A thin line below shows what happens at the same time without the rank's work: rows *travel*, and in ring order
+    another thread *sends* rows. Validations are not recorded, except for the extra average of models before a
+    validation (strategy ``model_averaging``). Times are those of each machine's monotonic clock, aligned with rank 0's
+    clock when training starts. On CUDA, times are those of the host, which runs ahead of the device.
 
     Args:
-        path: The trace, for Perfetto (https://ui.perfetto.dev) or ``chrome://tracing``. Rank 0 writes it when training
-            ends, and the picture beside it as ``.png`` (extra ``plot``; without matplotlib only the trace).
-        first_epoch: The first epoch to record. Epoch 0 does work that later ones do not.
+        path: File of the trace, for Perfetto (https://ui.perfetto.dev) or ``chrome://tracing``. Rank 0 writes the trace
+            when training ends, and beside it the picture as ``.png`` (needs matplotlib, extra ``plot``).
+        first_epoch: The first epoch to record, from 0. Epoch 0 does work that later epochs do not.
         epochs: Number of epochs to record.
+
+    Raises:
+        MisconfigurationException: If ``first_epoch`` is below 0, or ``epochs`` below 1.
 
     Example:
         >>> trainer = pl.Trainer(devices=4, strategy="graph_ddp", callbacks=[Timeline("timeline.json")])
@@ -106,6 +116,11 @@ class Timeline(pl.Callback):
         offset = self._offset
         moved = [dataclasses.replace(one, start=one.start + offset, end=one.end + offset) for one in self._spans]
         by_rank = _collected(moved, pl_module.communicator)
+        if pl_module.communicator.rank == 0 and not any(by_rank):
+            rank_zero_warn(
+                f"Timeline: {self.path} is not written, since epochs {self.first_epoch} to "
+                f"{self.first_epoch + self.epochs - 1} were not trained here"
+            )
         if any(by_rank):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.path.write_text(json.dumps(chrome_trace(by_rank)), encoding="utf-8")

@@ -1,6 +1,6 @@
-"""Training loops of one's own: on one process (:func:`accelerate`), or on several (:func:`open_graph`).
+"""Training loops of your own, on one process (:func:`accelerate`) or on several (:func:`open_graph`).
 
-:class:`Workers` are the several processes of a notebook.
+In a notebook, :class:`Workers` starts the processes.
 """
 
 from __future__ import annotations

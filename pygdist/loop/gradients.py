@@ -19,10 +19,10 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 from pygdist.comm import Communicator
+from pygdist.comm.alike import rank_apart
 from pygdist.comm.derivatives import SECOND_DERIVATIVE
 from pygdist.errors import InputError
 
-_ROUNDINGS = 64  # within which parameters count as equal
 _HALVES = torch.bfloat16, torch.float16
 _UNSCALED = (
     "backward() without graph.mean_loss(): gradients are averaged over processes, which have different numbers of "
@@ -252,26 +252,12 @@ class AveragedGradients:
             entry.put(mean)
 
     def _compare(self, parameters: list[Tensor]) -> None:
-        """Compare sums over the parameters with those of rank 0.
-
-        Rounding that differs between processors makes sums drift apart by about ``eps`` of the norm, times the square
-        root of the number of passes. Parameters that are NaN or infinite on all ranks alike are the loop's own affair.
+        """Compare the parameters with those of rank 0.
 
         Raises:
-            InputError: On all ranks, if sums differ by more.
+            InputError: On all ranks, if they differ by more than rounding.
         """
-        real = [torch.view_as_real(one) if one.is_complex() else one for one in parameters]
-        sums = torch.stack([_sums(one.reshape(-1)) for one in real]).sum(dim=0)
-        ranks = self._communicator.gather([float(sums[0]), float(sums[1]), float(sums[2].sqrt())])
-        if not bool(ranks.isfinite().any()):
-            return
-        eps = max(torch.finfo(one.dtype).eps for one in real)
-        alike = (ranks == ranks[0]) | (ranks.isnan() & ranks[0].isnan())  # infinities, too
-        apart = torch.where(alike, 0.0, (ranks - ranks[0]).abs()).amax(dim=1)
-        apart /= ranks[0, 2].clamp(min=torch.finfo(torch.float64).tiny)
-        apart[0] = 0.0
-        rank = int(apart.nan_to_num(torch.inf).argmax())
-        if not float(apart[rank]) <= _ROUNDINGS * eps * self._passes**0.5:
+        if (rank := rank_apart(parameters, self._communicator, self._passes)) is not None:
             passes = "the first backward pass" if self._passes == 2 else f"{self._passes - 1} backward passes"
             raise InputError(
                 f"the parameters of rank {rank} differ from those of rank 0 after {passes}: all processes must make "
@@ -301,9 +287,3 @@ def _has_other_hooks(parameter: Tensor) -> bool:
     """True if a parameter has more hooks than the two of :class:`AveragedGradients`."""
     hooks = (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None))
     return any(one is not None and len(one) > 1 for one in hooks)
-
-
-def _sums(flat: Tensor) -> Tensor:
-    """Return the sum, the sum of every other one, and the sum of squares, in float64."""
-    squares = torch.linalg.vector_norm(flat, dtype=torch.float64) ** 2
-    return torch.stack([flat.sum(dtype=torch.float64), flat[::2].sum(dtype=torch.float64), squares])

@@ -27,7 +27,7 @@ from pygdist.graph.identity import fixable, identity_of
 from pygdist.graph.memo import Memo
 from pygdist.hops.arguments import mapped, named_values, node_dim
 from pygdist.hops.hop import Deferred, Hop
-from pygdist.hops.layer import CACHES, hooked, hooked_module, layer_name, modules_of_messages, own_class, written_hop
+from pygdist.hops.layer import CACHES, hooked, is_changed, layer_name, modules_of_messages, own_class, written_hop
 from pygdist.routing.distribute import distribute_layers, with_own_classes
 from pygdist.routing.refusals import reason_against_layer
 
@@ -41,12 +41,12 @@ _CODE = ("forward", "message", "message_and_aggregate", "aggregate", "update", "
 def accelerate(model: nn.Module, data: Data) -> nn.Module:
     """Let the layers of ``model`` run on pygdist's kernels on one process, in place; the script stays as it is.
 
-    The model is called as before and returns what it returned. PyG's layers that get ``data.edge_index`` are computed
-    by sparse products and fused attention; PyG itself makes a row for each edge. Calls with other edges (a mini-batch,
-    a subset, ``adj_t``), and calls with hooks or an explainer on messages, run as in plain PyG; the first of each kind
-    warns. A layer with ``cached=True`` that has run on the graph refuses other edges. Layers of your own, and layers
-    that pygdist does not support, run as in plain PyG too; ``accelerate`` names them in a warning.
-    :func:`~pygdist.undistribute` takes it back.
+    The model is called as before and returns the same results. PyG's layers that get ``data.edge_index`` run as sparse
+    products and fused attention, whereas PyG itself makes a row for each edge. Calls with other edges (a mini-batch, a
+    subset, ``adj_t``), and calls with hooks or an explainer on messages, run as in plain PyG; the first call of each
+    kind warns. A layer with ``cached=True`` that has run on the graph refuses other edges. Layers of your own, and
+    layers that pygdist does not support, run as in plain PyG too; a warning names these layers.
+    :func:`~pygdist.undistribute` gives all layers their own code back.
 
     Args:
         model: Any module that contains PyG layers. Parameters and ``state_dict`` keys do not change.
@@ -56,7 +56,7 @@ def accelerate(model: nn.Module, data: Data) -> nn.Module:
         ``model`` itself.
 
     Raises:
-        InputError: If ``data`` has no ``edge_index``, an edge leads to no node, or the model is accelerated or
+        InputError: If ``data`` has no ``edge_index``, an end of an edge is not a node, or the model is accelerated or
             distributed already.
 
     Example:
@@ -159,7 +159,7 @@ def _of_hops(layer: MessagePassing) -> list[nn.Module]:
 
 def _is_looked_at(layer: MessagePassing) -> bool:
     """True if hooks, an explainer or a method set on the layer see its messages."""
-    inside = any(hooked_module(one) for one in _of_hops(layer))
+    inside = any(is_changed(one) for one in _of_hops(layer))
     has_own_methods = any(name in vars(layer) for name in _CODE)
     return hooked(layer) or inside or has_own_methods or bool(layer.explain)
 
@@ -246,6 +246,8 @@ class _Graph:
             sparse = any("sparse" in type(one).__name__.lower() or _is_sparse(one) for _, one in values)
             hint = "; call the model with data.edge_index, not with a sparse adjacency" if sparse else ""
             return f"its edges are not those for which the model was accelerated{hint}"
+        if layer.flow != "source_to_target":
+            return f"its flow is {layer.flow}"
         unknown = next((name for name, one in values if isinstance(one, Tensor) and name not in _KNOWN), None)
         if unknown is not None:
             return f"it gets {unknown}, and nothing says if that is in the order of the edges"

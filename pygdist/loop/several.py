@@ -51,27 +51,30 @@ def open_graph(
     float_labels: bool = False,
     cache_dir: str | Path = CACHE,
 ) -> OpenGraph:
-    """Return this process's part of a graph, with methods by which a loop works with the other processes.
+    """Return this process's part of a graph, with methods with which a training loop uses the other processes.
 
-    Under ``torchrun`` every process calls it with the same arguments. The graph is partitioned once, into as many parts
-    as there are processes, by the first process of each machine, and kept in ``cache_dir``. Without ``torchrun`` one
-    process has all of the graph, and the same script runs.
+    Under ``torchrun`` every process calls this function with the same arguments. The first process of each machine
+    partitions the graph once, into one part for each process, and keeps the parts in ``cache_dir``. Without
+    ``torchrun`` the same script runs on one process, which has the whole graph. A dataset without masks gets a random
+    split of 50/25/25 (seed 0).
 
     Args:
-        data: The graph: a PyG ``Data``; a function that returns one, which only the process that partitions calls; a
-            folder that ``pygdist partition`` wrote; or a dataset by name or class path, as for
+        data: The graph: a PyG ``Data``; a function that returns a ``Data`` and is called only by processes that
+            partition; a folder that ``pygdist partition`` wrote; or a dataset by name or class path, as for
             :class:`~pygdist.GraphDataModule`.
-        backend: Brings the rows of other processes: one that trains on the whole graph (``comm``, ``cache``,
-            ``hybrid``, ``tensor``, ``delayed``).
-        partitioner: Decides which process owns which node; by default that of the backend.
+        backend: Brings the rows of other processes. A backend that trains on the whole graph: ``comm``, ``cache``,
+            ``hybrid``, ``tensor`` or ``delayed``.
+        partitioner: Decides which process owns which node. The default depends on the backend: ``libra`` for
+            ``delayed``, ``chunk`` for others.
         device: Device of the part. By default the GPU of this process (``LOCAL_RANK``), if the machine has as many
             GPUs as processes, else the CPU. Rows of processes that share a GPU travel through the host.
-        float_labels: Float labels are numbers to predict, even if all are whole; by default whole ones are classes.
+        float_labels: Float labels are numbers to predict, even if all labels are whole. By default whole labels are
+            classes.
         cache_dir: Folder of the partitioned graphs.
 
     Raises:
-        InputError: On all processes, if the graph cannot be read or partitioned, or the backend trains on parts or
-            mini-batches.
+        InputError: On all processes: if the graph cannot be read or partitioned, the backend trains on parts alone or
+            on mini-batches, or processes have different arguments.
 
     Example:
         >>> graph = pygdist.open_graph(data)
@@ -107,17 +110,17 @@ class OpenGraph:
     Attributes:
         x: Features of this process's nodes, ``(n, num_features)``.
         edge_index: Edges into these nodes, for the model.
-        y: Their labels, or ``None``: classes ``(n,)``, where -1 is unlabelled; 0/1 labels ``(n, C)``; or numbers to
-            predict ``(n, k)``, which is ``(n, 1)`` if each node has one.
+        y: Labels of these nodes, or ``None``: classes ``(n,)``, where -1 is unlabelled; 0/1 labels ``(n, C)``; or
+            numbers to predict ``(n, k)``, also for ``k = 1``.
         train_mask, val_mask, test_mask: The nodes of each stage, ``(n,)`` bool, or ``None``.
         edge_weight, edge_attr, edge_type: Values of the edges, or ``None``.
         pos, ...: Further tensors of nodes, under their names in the data, with a row for each of this process's nodes.
         n_id: The nodes' numbers in the graph, ``(n,)``.
-        num_nodes: Nodes of the whole graph.
-        num_features, num_classes: Of the whole graph.
-        rank, num_ranks: This process, and the number of all.
+        num_nodes: Number of nodes of the whole graph.
+        num_features, num_classes: Number of features of a node, and of classes, in the whole graph.
+        rank, num_ranks: The number of this process, from 0, and the number of processes.
         meter: Counts the bytes that this process sends, and the seconds that it waits, since ``meter.reset()``.
-        device: Where the part is.
+        device: The device of the part.
     """
 
     def __init__(
@@ -164,18 +167,19 @@ class OpenGraph:
         return self._shard.shown(title, backend=self._backend.name or type(self._backend).__name__)
 
     def distribute(self, model: nn.Module) -> nn.Module:
-        """Let a model run on the whole graph, in place; every process calls it.
+        """Let a model run on the whole graph, in place; every process calls this method.
 
-        The model is moved to :attr:`device`, and takes the parameters of the first process. Sizes of -1 are filled in.
-        Gradients are averaged over the processes at the end of each backward pass, and norms take their statistics over
-        all nodes. ``state_dict`` is that of the plain model.
+        The model is moved to :attr:`device`, and takes the parameters and buffers of the first process. Sizes of -1 are
+        filled in. Gradients are averaged over the processes at the end of each backward pass, and norms take their
+        statistics over all nodes. ``state_dict`` has the keys of the plain model.
 
         Returns:
             ``model`` itself. Call it as ``model(graph.x, graph.edge_index)``; it returns the rows of this process's
             nodes.
 
         Raises:
-            InputError: On all processes, as :func:`~pygdist.distribute`.
+            InputError: On all processes, for the reasons of :func:`~pygdist.distribute`, or if the processes' models
+                differ.
         """
         refuse_known_layers(model)
         fill_in_sizes(model, self._shard)
@@ -205,20 +209,20 @@ class OpenGraph:
     ) -> Tensor:
         """Return the mean loss over all labelled nodes of the graph, the same number on every process.
 
-        After its backward pass, parameters have the gradient of this mean; a penalty on parameters is added as on one
-        process. Every process calls it, with nodes or without.
+        After the backward pass, each parameter has the gradient of this mean. A penalty on parameters is added as on
+        one process: ``graph.mean_loss(...) + penalty``. Every process calls this method, also without labelled nodes.
 
         Args:
-            loss: A loss of torch that takes ``reduction``, as a function or a module, or a function that returns the
-                loss of each node. Class weights (``weight`` of a module) count as in torch's mean.
-            output: Output of the model, a row for each node, ``(n, ...)``; or a row for each labelled thing of another
-                kind, such as a pair of nodes. Outputs ``(n,)`` fit labels ``(n, 1)``.
+            loss: A loss of torch that takes ``reduction``, as a function or a module; or a function that returns the
+                loss of each node. Class weights (``weight``) count as in torch's mean.
+            output: Output of the model, a row for each node, ``(n, ...)``; or a row for each labelled item of another
+                kind, such as a pair of nodes. An output ``(n,)`` fits labels ``(n, 1)``.
             target: The labels, ``(n, ...)``; nodes with class -1 or a NaN do not count.
             mask: The nodes that count, ``(n,)`` bool; all by default.
 
         Raises:
-            InputError: If the graph has no labels, or no labelled node counts on any process, or ``loss`` does not
-                return a value for each node.
+            InputError: If the graph has no labels, no labelled node counts on any process, ``loss`` has
+                ``reduction="sum"``, or ``loss`` does not return a value for each node.
         """
         if target is None:
             raise InputError("mean_loss: the graph has no labels (data.y)")
@@ -242,17 +246,20 @@ class OpenGraph:
         if not sums[1]:
             raise InputError("mean_loss: no node with a label counts on any process; look at mask and labels")
         mine = local * (self.num_ranks / float(sums[1]))  # gradients are averaged over the processes
-        mean = mine + (float(sums[0] / sums[1]) - mine.detach())
+        mean = (mine - mine.detach()) + float(sums[0] / sums[1])  # 0 and the mean: the same bits on all ranks
         if mean.requires_grad and self.num_ranks > 1:
             mean.register_hook(self._gradients.begin_mean)
         return mean
 
     def mean(self, values: Tensor, mask: Tensor | None = None) -> float:
-        """Return the mean of a value of each node over all nodes of the graph, the same on every process.
+        """Return the mean of ``values`` over all nodes of the graph, for example an accuracy; every process calls it.
 
         Args:
-            values: A number or truth for each of this process's nodes, ``(n,)``.
+            values: A number or bool for each of this process's nodes, ``(n,)``.
             mask: The nodes that count, ``(n,)`` bool; all by default.
+
+        Returns:
+            The mean, the same on every process.
 
         Raises:
             InputError: On all processes, if no node counts.
@@ -265,9 +272,9 @@ class OpenGraph:
         return float(sums[0] / sums[1])
 
     def rows(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """Return the rows of any nodes of the graph, such as the ends of pairs to score; every process calls it.
+        """Return the rows of any nodes of the graph, such as both ends of pairs; every process calls this method.
 
-        Differentiable. Processes may ask for different nodes, or for none.
+        The result is differentiable. Processes may ask for different nodes, or for none.
 
         Args:
             rows: A row for each of this process's nodes, ``(n, ...)``, such as the model's output.
@@ -277,8 +284,8 @@ class OpenGraph:
             The rows, ``(*ids.shape, ...)``.
 
         Raises:
-            InputError: On all processes, if an id is no node of the graph, or ``rows`` does not have one row
-                for each of this process's nodes.
+            InputError: On all processes, if ``ids`` is not int64, an id is not a node of the graph, or ``rows`` does
+                not have one row for each of this process's nodes.
 
         Example:
             >>> z = model(graph.x, graph.edge_index)
@@ -298,9 +305,14 @@ class OpenGraph:
             chosen = torch.cat([rows, fetched]).index_select(0, position)
         return chosen.reshape((*ids.shape, *rows.shape[1:]))
 
+    def _wrong_number(self, rows: Tensor, call: str) -> str | None:
+        if rows.shape[:1] != self.n_id.shape:
+            return f"{call}: rows of shape {tuple(rows.shape)}, but this process has {len(self.n_id)} nodes"
+        return None
+
     def _wrong_rows(self, rows: Tensor, ids: Tensor) -> str | None:
-        if rows.size(0) != len(self.n_id):
-            return f"rows: {rows.size(0)} rows, but this process has {len(self.n_id)} nodes"
+        if wrong := self._wrong_number(rows, "rows"):
+            return wrong
         if ids.dtype != torch.int64:
             return f"rows: ids of {ids.dtype}, expected int64"
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.num_nodes:
@@ -310,10 +322,16 @@ class OpenGraph:
     def gather(self, rows: Tensor) -> Tensor | None:
         """Return the rows of all nodes in the order of the graph, on the first process's CPU; ``None`` on the others.
 
+        Every process calls this method.
+
         Args:
             rows: A row for each of this process's nodes, ``(n, ...)``, such as the model's output.
+
+        Raises:
+            InputError: On all processes, if ``rows`` does not have one row for each of this process's nodes.
         """
         self._communicator.move("in graph.gather")
+        self._communicator.agree(self._wrong_number(rows, "gather"))
         here, ids = rows.detach().cpu(), self.n_id.cpu()
         if self.num_ranks > 1:
             ranks = self._communicator.on_host()
@@ -324,7 +342,7 @@ class OpenGraph:
         return torch.empty_like(here).index_copy_(0, ids, here) if self.rank == 0 else None
 
     def close(self) -> None:
-        """Leave the other processes, as the end of the script does too; every process calls it."""
+        """Leave the other processes; every process calls this method. The end of a script calls it, too."""
         sys.excepthook = self._hook
         self._communicator.close()
         if self._joined and dist.is_initialized():

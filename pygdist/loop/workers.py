@@ -35,12 +35,14 @@ class WorkerError(RuntimeError):
 
 
 class Worker:
-    """One rank: the first argument of the functions that :meth:`Workers.run` calls. Attributes that they set stay.
+    """One rank, the first argument of each function that :meth:`Workers.run` calls.
+
+    Attributes that a function sets on the worker stay for later calls.
 
     Attributes:
         rank: Number of this rank, from 0.
         num_ranks: Number of ranks.
-        device: The GPU of this rank, if the machine has as many as ranks; otherwise the CPU.
+        device: The GPU of this rank, if the machine has as many GPUs as ranks; otherwise the CPU.
     """
 
     rank: int
@@ -64,28 +66,29 @@ class Worker:
 class Workers:
     """Processes of this machine that train on parts of a graph together and last until :meth:`close`.
 
-    They start with the first :meth:`run`. Each holds what functions set on its :class:`Worker`, such as an open graph
-    and a model, so that later cells go on with them. They end with a ``with`` block, with this object, or with the
-    notebook's kernel.
+    The processes start with the first :meth:`run`. Each process keeps its :class:`Worker`, so later cells can use what
+    functions set there, such as an open graph and a model. The processes end with a ``with`` block, with this object,
+    or with the notebook's kernel.
 
     Args:
         num_ranks: Number of processes.
-        num_threads: Threads of each process; by default those of this process are divided among them.
+        num_threads: Threads of each process; by default the threads of this process, divided by ``num_ranks``.
         timeout_s: Seconds without an answer or a printed line after which the processes count as hung and are killed;
             by default there is no limit.
-        grace_s: Seconds without an answer or a printed line after which the other processes are killed, once a function
-            has failed on one. If all fail alike within this time, they keep what they have.
+        grace_s: For a function that has failed on one process: seconds without an answer or a printed line after which
+            the other processes are killed. If all processes fail alike within this time, they keep their workers.
 
     Raises:
-        InputError: If ``cloudpickle`` is not installed, by which functions and classes of a notebook travel.
+        InputError: If ``num_ranks`` or ``num_threads`` is below 1, or ``cloudpickle``, which sends functions and
+            classes of a notebook to the processes, is not installed.
 
     Example:
         >>> workers = Workers(2)
         >>> def load(worker):
         ...     worker.graph = pygdist.open_graph("sbm")
-        ...     return len(worker.graph.x)
+        ...     return worker.graph.num_nodes
         >>> workers.run(load)
-        [2500, 2500]
+        [20000, 20000]
     """
 
     def __init__(
@@ -103,8 +106,10 @@ class Workers:
             )
         if num_ranks < 1:
             raise InputError(f"Workers: num_ranks is {num_ranks}, expected at least 1")
+        if num_threads is not None and num_threads < 1:
+            raise InputError(f"Workers: num_threads is {num_threads}, expected at least 1")
         self.num_ranks, self.timeout_s = num_ranks, timeout_s
-        self.num_threads = num_threads or max(1, torch.get_num_threads() // num_ranks)
+        self.num_threads = max(1, torch.get_num_threads() // num_ranks) if num_threads is None else num_threads
         self._processes = RankProcesses(num_ranks, preload=__name__, imports_main=False, late_s=grace_s)
 
     def __repr__(self) -> str:
@@ -119,23 +124,24 @@ class Workers:
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
         """Call ``function(worker, *args, **kwargs)`` on all ranks at the same time, and wait.
 
-        In the function, :func:`~pygdist.open_graph` finds the ranks as under ``torchrun``. What ranks print appears
-        here, with the rank's number.
+        In the function, :func:`~pygdist.open_graph` finds the ranks as under ``torchrun``. Lines that a rank prints
+        appear here, with the rank's number.
 
         Args:
-            function: A function of a cell, a script or a module. It is sent with the values that it uses, as they are
-                now; what it changes in them stays with the rank. ``worker`` is the rank's :class:`Worker`.
-            *args: Further arguments, each rank's own copies.
-            **kwargs: Likewise.
+            function: A function of a cell, a script or a module. Each rank gets a copy of the function and of the
+                values that the function uses; changes of these values stay with the rank. ``worker`` is the rank's
+                :class:`Worker`.
+            *args: Further arguments; each rank gets copies.
+            **kwargs: Further arguments by name; each rank gets copies.
 
         Returns:
             The results, in rank order.
 
         Raises:
-            InputError: If ranks raise one, or something cannot be sent.
-            WorkerError: If the function fails. If all ranks fail alike, in the same line with the same message, they
-                keep what they have. Otherwise, and after an interrupt, they end, as some may wait for others in a call
-                that the others have left; the next call starts new ones.
+            InputError: If the function raises an ``InputError``, or the function or an argument cannot be sent.
+            WorkerError: If the function fails. If all ranks fail in the same line with the same message, the processes
+                keep their workers. Otherwise, and after an interrupt, the processes end, as some ranks may wait in a
+                call that other ranks have left; the next call starts new processes.
             KeyboardInterrupt: If the call is interrupted.
         """
         if not len(self._processes):
@@ -148,7 +154,7 @@ class Workers:
         return self._checked(answers)
 
     def close(self) -> None:
-        """End the processes, and with them what they keep. A later :meth:`run` starts new ones."""
+        """End the processes and their workers. A later :meth:`run` starts new processes."""
         self._processes.close()
 
     def _start(self) -> None:

@@ -1,4 +1,4 @@
-"""Models, and the parts of layers that need all ranks: norms over nodes, degree normalisation, self-loops, losses."""
+"""Models, and replacements for parts of PyG that need all ranks, such as norms, degree normalisation and losses."""
 
 from pygdist.nn.normalization import GlobalGCNNorm
 from pygdist.nn.norms import GLOBAL_NORMS, Ranks

@@ -1,8 +1,8 @@
 """Aggregations whose result depends on more than a node's messages.
 
-LSTM, GRU, set transformers and the like pad messages to a dense row, as long as the largest in-degree of the *graph*; a
-rank knows only that of its own nodes. Quantiles fail if the first node has no messages, and each rank has another first
-node.
+LSTM, GRU, set transformers and similar aggregations pad each node's messages to the largest in-degree of the *graph*; a
+rank knows only the largest in-degree of its own nodes. Quantiles fail if the first node has no messages, and each rank
+has another first node.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def padded_aggregation(
     dim: int = -2,
     max_num_elements: int | None = None,
 ) -> Tensor:
-    """Run the aggregation's own forward with the length of the longest row on any rank, and ``more``."""
+    """Run the aggregation's own forward with rows as long as the longest row on any rank, plus ``more``."""
     if max_num_elements is None and index is not None:
         longest = torch.bincount(index).amax() if index.numel() else torch.zeros(())
         max_num_elements = ranks.max_over_ranks(int(longest)) + more
@@ -50,7 +50,7 @@ def quantile_aggregation(
     dim_size: int | None = None,
     dim: int = -2,
 ) -> Tensor:
-    """Run the aggregation's own forward behind a node with one message, which is cut off."""
+    """Run the aggregation's own forward with an extra first node that has one message; drop this node's result."""
     dim = x.dim() + dim if dim < 0 else dim
     shape = list(x.shape)
     shape[dim] = 1

@@ -1,13 +1,13 @@
 r"""Decoupled models: first every layer's weights, then every layer's propagation (NeutronTP, Sec. 4.1).
 
-A message-passing layer transforms rows (weights, activation) and propagates them (sums over neighbours). A decoupled
-model transforms L times first, and then propagates L times (Eqs. 7 to 9):
+A message-passing layer transforms rows (weights, activation) and propagates rows (sums over neighbours). A decoupled
+model of L layers first makes all L transformations, and then L propagations (Eqs. 7 to 9):
 
 .. math::
     H = f_L(\ldots f_1(X)), \qquad Z = \hat A^L H
 
-It is a different model than the original one, and it propagates rows of the output's width. The backend ``tensor``
-switches from rows to columns and back once, for any L.
+The decoupled model computes something else than the original model. It propagates rows of the output's width. The
+backend ``tensor`` switches from rows to columns and back only once, for any L.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from pygdist.errors import InputError
 
 
 class Propagation(MessagePassing):
-    r"""Successive hops, with nothing between them that mixes columns.
+    r"""Successive hops that sum or average neighbours, without transformations between them.
 
     Args:
         rounds: Number of hops.
         aggr: ``"sum"`` or ``"mean"``.
-        eps_of: Modules with an ``eps``, one for each hop, as in ``GINConv``: a node's own row times
-            :math:`1 + \epsilon` is added. Nothing is added by default.
+        eps_of: Modules with an ``eps``, one for each hop: the hop adds a node's own row times :math:`1 + \epsilon`, as
+            in ``GINConv``. By default hops do not add the own row.
 
     Shapes:
         ``x`` is :math:`(N, F)` with weights :math:`(E)`, or :math:`(N, H, C)` with weights :math:`(E, H)`; the result
@@ -49,7 +49,7 @@ class Propagation(MessagePassing):
         self.__dict__["eps_of"] = eps_of  # not registered here, since they are parameters of other modules
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
-        """See the class."""
+        """Run all hops; see the class for the shapes."""
         factors = self.own_factors()
         for number in range(self.rounds):
             out = self.propagate(edge_index, x=x, edge_weight=edge_weight)
@@ -57,7 +57,7 @@ class Propagation(MessagePassing):
         return x
 
     def own_factors(self) -> Tensor | None:
-        """Return the factor on a node's own row in each hop, ``(rounds,)``; ``None`` if the row is not added."""
+        """Return the factor on a node's own row in each hop, ``(rounds,)``; ``None`` if hops do not add this row."""
         if self.eps_of is None:
             return None
         return torch.cat([1 + torch.as_tensor(module.eps).reshape(1) for module in self.eps_of])
@@ -73,7 +73,7 @@ class Propagation(MessagePassing):
 
 
 class AttentionPropagation(MessagePassing):
-    """Hops with the attention weights of ``GATConv``, computed once from the scores of both ends.
+    """Hops that sum neighbours with the attention weights of ``GATConv``, which are computed once for all hops.
 
     Args:
         rounds: Number of hops.
@@ -87,7 +87,14 @@ class AttentionPropagation(MessagePassing):
         self.propagation = Propagation(rounds)
 
     def forward(self, x: Tensor, edge_index: Tensor, source: Tensor, target: Tensor) -> Tensor:
-        """``x`` is (N, H, C), scores are (N, H)."""
+        """Compute attention weights from scores, and run all hops.
+
+        Args:
+            x: Rows, ``(N, H, C)``, for H heads.
+            edge_index: The edges.
+            source: Score of each node as a source, ``(N, H)``.
+            target: Score of each node as a destination, ``(N, H)``.
+        """
         weight = self.edge_updater(edge_index, alpha=(source, target))
         out: Tensor = self.propagation(x, edge_index, weight)
         return out
@@ -173,11 +180,11 @@ def _refusal(problem: str) -> InputError:
 
 
 class Decoupled(nn.Module):
-    """The result of :func:`decouple`, with a subclass for each class of layers.
+    """A decoupled model, made by :func:`decouple`; there is a subclass for each class of layers.
 
     Args:
         layers: The layers.
-        beside: What runs between the layers: as in PyG's model, or the modules before each layer.
+        beside: The modules between the layers: PyG's model, or a list with the modules before each layer.
     """
 
     weights: ClassVar[type[_Weights]] = _Weights
@@ -301,15 +308,17 @@ def decouple(model: BasicGNN | Sequence[nn.Module]) -> Decoupled:
     """Turn a stack of L layers into their L transformations followed by L hops; the result is a different model.
 
     Args:
-        model: PyG's ``GCN``, ``GraphSAGE``, ``GIN`` or ``GAT``, or another ``BasicGNN`` of such layers. Its parameters
-            are shared, not copied, and keep their names. Or a list of your own model's layers with the modules between
-            them, in order: ``[GCNConv(16, 32), nn.ReLU(), GCNConv(32, 7)]``; then parameters of layers are under
-            ``convs``, the others under ``before``.
+        model: PyG's ``GCN``, ``GraphSAGE``, ``GIN`` or ``GAT``, or another ``BasicGNN`` of such layers. The result
+            shares the model's parameters, which keep their names; of ``GAT``, only the last layer's attention
+            parameters remain. Or a list of your own model's layers and the modules between them, in order:
+            ``[GCNConv(16, 32), nn.ReLU(), GCNConv(32, 7)]``. The names of the layers' parameters then begin with
+            ``convs``, other names with ``before``.
 
     Returns:
-        A model to be called as ``model(x, edge_index)``. Its hops sum neighbours with GCN's weights (``GCNConv``);
-        average a node and its neighbours (``SAGEConv``); sum neighbours and ``1 + eps`` times the node's own row
-        (``GINConv``); or sum with the attention weights of the last layer (``GATConv``).
+        A model to be called as ``model(x, edge_index)``. The hops depend on the class of the layers. With ``GCNConv``
+        they sum neighbours with GCN's weights; with ``SAGEConv`` they average a node and its neighbours; with
+        ``GINConv`` they sum neighbours and ``1 + eps`` times the node's own row; with ``GATConv`` they sum neighbours
+        with the attention weights of the last layer.
 
     Raises:
         InputError: If a layer is of another class, even a subclass, or has an option that cannot be decoupled.

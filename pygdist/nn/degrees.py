@@ -1,4 +1,4 @@
-"""PyG's functions that count the edges of nodes, where a rank has some of the edges alone."""
+"""PyG's functions that count the edges of nodes, for ranks that have only some of the edges."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DEGREES = Slot[Memo[Tensor]]("degrees")
 
 
 class Degrees:
-    """PyG's ``degree``: a node has all its in-edges where it is owned, so other rows come from their owners."""
+    """PyG's ``degree``. A node's owner has all its in-edges, so degrees of other rows come from the owners."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks

@@ -15,8 +15,8 @@ class GraphSAGEGCN(GraphSAGE):
     r"""PyG's ``GraphSAGE`` with the GCN aggregator (Hamilton et al., 2017, Eq. 2).
 
     A layer averages a node and its in-neighbours alike, :math:`\mathbf{h}_v' = \mathbf{W} \frac{\mathbf{h}_v +
-    \sum_{u \in N(v)} \mathbf{h}_u}{|N(v)| + 1} + \mathbf{b}`. A node with a loop counts once. Arguments are those of
-    :class:`torch_geometric.nn.GraphSAGE`, but ``aggr`` and ``root_weight``.
+    \sum_{u \in N(v)} \mathbf{h}_u}{|N(v)| + 1} + \mathbf{b}`. A node with a self-loop counts once. Arguments are those
+    of :class:`torch_geometric.nn.GraphSAGE`, except ``aggr`` and ``root_weight``.
 
     Example:
         >>> model = GraphSAGEGCN(in_channels=100, hidden_channels=256, num_layers=3, out_channels=47)

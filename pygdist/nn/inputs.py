@@ -1,4 +1,4 @@
-"""Calls of a model: ``model(x, edge_index)`` with the inputs of edges and nodes that it takes, or ``model(data)``."""
+"""Calls of a model: ``model(x, edge_index)``, with further inputs of edges and nodes, or ``model(data)``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ _STORAGES = (Data, BaseStorage)
 def takes_data(model: nn.Module) -> bool:
     """Return true for a model whose ``forward`` takes a graph as one object, as in PyG's tutorials: ``model(data)``.
 
-    Its one parameter without a default is called ``data``, ``graph`` or ``batch``, or annotated as a ``Data``.
+    Such a ``forward`` has one parameter without a default, called ``data``, ``graph`` or ``batch``, or annotated as a
+    ``Data``.
     """
     parameters = inspect.signature(model.forward).parameters.values()
     needed = [one for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
@@ -63,7 +64,7 @@ def edge_inputs(model: nn.Module, graph: Any) -> dict[str, Tensor]:
 def names_of_node_inputs(model: nn.Module) -> list[str] | None:
     """Return the names of tensors of nodes that ``model.forward`` may take by name; ``None`` for any (``model(data)``).
 
-    Of PyG's own models these are the parameters without a default: the others choose a way to run.
+    For PyG's own models these are the parameters without a default: the others are options.
     """
     if takes_data(model):
         return None
@@ -82,10 +83,10 @@ def node_inputs(model: nn.Module, graph: Any) -> dict[str, Tensor]:
 
 
 def outputs_of(model: nn.Module, graph: Any, edges: Tensor) -> Any:
-    """Return whatever ``model`` returns for a graph.
+    """Return the output of ``model`` for a graph, of any type.
 
     Args:
-        model: Any module called as ``model(x, edge_index)``, and with edge inputs if its forward takes them; or as
+        model: Any module called as ``model(x, edge_index)``, with edge inputs that its ``forward`` takes; or as
             ``model(data)`` (:func:`takes_data`).
         graph: A ``Data`` or a ``Shard``.
         edges: The ``edge_index`` to pass to the model.
@@ -177,8 +178,8 @@ def checked_columns(out: Tensor, *, num_classes: int, multi_label: bool) -> Tens
 def fill_in_sizes(model: nn.Module, graph: Any) -> None:
     """Set the input size of layers with ``in_channels=-1`` from ``graph``, in place.
 
-    Runs the model on two nodes with the graph's widths, as plain PyG in evaluation mode: nothing is exchanged, and
-    running statistics of norms do not change.
+    Runs the model as plain PyG, in evaluation mode, on two nodes with features as wide as the graph's: nothing is
+    exchanged, and running statistics of norms do not change.
     """
     lazy = next((p for p in model.parameters() if isinstance(p, nn.UninitializedParameter)), None)
     if lazy is None:

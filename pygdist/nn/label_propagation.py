@@ -1,7 +1,7 @@
 """PyG's label propagation and "correct and smooth" (Huang et al., ICLR 2021) on the parts of a graph.
 
-Both pass labels along edges, as layers pass rows. Two things in them are of all nodes: the number of classes, where
-labels are numbers, and the size of the errors at training nodes, by which "correct" scales errors elsewhere.
+Both pass labels along edges, as layers pass rows. Two values depend on all nodes: the number of classes, if labels are
+numbers, and the mean absolute error at training nodes, by which "correct" scales the errors at other nodes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pygdist.nn.norms import Ranks
 
 
 class OneHot:
-    """PyG's ``one_hot``; without ``num_classes``, as wide as the largest number on any rank asks for."""
+    """PyG's ``one_hot``; without ``num_classes``, the largest number on any rank gives the width."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -35,7 +35,7 @@ class OneHot:
 
 
 def without_ids(forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return ``LabelPropagation.forward`` for a rank that also computes rows of others, of which ids do not tell."""
+    """Return a ``LabelPropagation.forward`` that refuses masks of ids, for ranks that compute other ranks' rows too."""
 
     @functools.wraps(forward)
     def run(self: Any, y: Tensor, edge_index: Any, mask: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:

@@ -1,8 +1,8 @@
 """PyG's graph Laplacian over the whole graph, for ``ChebConv`` and for models that call ``get_laplacian``.
 
-It is scaled by out-degrees, and ``ChebConv`` divides it by its largest entry. A rank has the in-edges of its nodes
-alone: it sums the weights of edges by source, owners add up what ranks found of their nodes, and the degrees go back to
-all ranks that read these nodes.
+The Laplacian is scaled by out-degrees, and ``ChebConv`` divides the Laplacian by its largest entry. A rank has only the
+in-edges of its nodes. So each rank sums the weights of its edges by source, the owner of a node adds up the sums of all
+ranks, and the degrees go back to all ranks that read the node.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class GlobalLaplacian:
 
     Args:
         ranks: The backend.
-        self_loops: Removes and adds self-loops.
+        self_loops: The object that removes and adds self-loops.
     """
 
     def __init__(self, ranks: Ranks, self_loops: KeptSelfLoops) -> None:
@@ -108,10 +108,10 @@ def sums_at_owners(source_rows: Callable[[Tensor], Tensor], source: Tensor, valu
     """Sum the values of edges by source, over all ranks: the transpose of looking rows up at the sources of edges.
 
     Args:
-        source_rows: Returns one row per source, from one row per row of this rank. Differentiable.
+        source_rows: Returns one row per source, given one row per row of this rank. Differentiable.
         source: Source of each edge, ``(E,)``.
         value: Values of edges, ``(E,)``.
-        num_rows: Rows of this rank, of which each that it owns gets its sum.
+        num_rows: Number of rows of this rank; the result has the sums of owned rows.
     """
     with torch.inference_mode(False), torch.enable_grad():
         own = torch.zeros(num_rows, dtype=value.dtype, device=value.device, requires_grad=True)

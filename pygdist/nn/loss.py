@@ -1,4 +1,4 @@
-"""The loss of a rank, summed over its own nodes: the sum over ranks divided by the global count is the mean."""
+"""The loss of a rank: a sum over its own nodes, to be added up over ranks and divided by the number of all terms."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _OF_NUMBERS: dict[str, Callable[..., Tensor]] = {
 
 
 def labelled(y: Tensor, mask: Tensor) -> Tensor:
-    """Remove unlabelled nodes from ``mask``: class -1, a number NaN, or a row with NaN in a matrix; ``(n,)`` bool."""
+    """Return ``mask`` without unlabelled nodes (class -1, the number NaN, or a matrix row with NaN); ``(n,)`` bool."""
     if not y.is_floating_point() and y.dim() == 1:
         return mask & (y >= 0)
     return mask & ~torch.isnan(y).flatten(1).any(dim=1) if y.dim() > 1 else mask & ~torch.isnan(y)
 
 
 def labelled_rows(y: Tensor, mask: Tensor) -> Tensor:
-    """Return the rows that :func:`labelled` keeps, ``(k,)`` int64, rising; the host waits for a GPU."""
+    """Return the numbers of the rows that :func:`labelled` keeps, ``(k,)`` int64, sorted; the host waits for a GPU."""
     return labelled(y, mask).nonzero().squeeze(1)
 
 
@@ -48,10 +48,10 @@ def node_losses(output: Tensor, y: Tensor) -> Tensor:
 
 
 def value_losses(output: Tensor, y: Tensor, *, loss: Regression = "mse") -> Tensor:
-    r"""Return the loss of each node that has numbers to predict, averaged over these: :math:`(n)`.
+    r"""Return the regression loss of each node, averaged over the numbers of the node: :math:`(n)`.
 
     The loss is the squared error (``mse``), the absolute error (``l1``), or torch's ``huber_loss`` with its default
-    ``delta`` of 1. The mean over nodes is the mean over all entries, as torch computes it.
+    ``delta`` of 1. The mean over nodes equals torch's mean over all entries.
 
     Shapes:
         ``output`` and ``y`` are both :math:`(n, k)`, with any number of further dimensions; for :math:`k = 1`,
@@ -78,13 +78,13 @@ def summed_loss(
     r"""Return the sum of the losses over the labelled nodes of a mask, and the number of these nodes.
 
     Without any node the sum is a zero that still depends on every parameter, so that the rank takes part in the
-    backward exchanges.
+    exchanges of the backward pass.
 
     Args:
-        output: Output of the model for each node, or several of them in a collection. Of its tensors, those whose first
-            size is the number of nodes have a row for each; others, and parameters, are passed to ``losses`` whole.
+        output: Output of the model: a tensor, or tensors in a collection. A tensor whose first size is the number of
+            nodes has a row for each node; other tensors, and parameters, are passed to ``losses`` whole.
         y: Labels.
-        chosen: Nodes to sum over, as a mask, or as :func:`labelled_rows` of one, for which no GPU is waited for.
+        chosen: Nodes to sum over: a mask, or the result of :func:`labelled_rows`, which avoids waiting for a GPU.
         weight: Factor on the loss of each node; 1 by default.
         losses: Computes the loss of each node from outputs and labels.
 

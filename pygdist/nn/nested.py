@@ -13,12 +13,12 @@ from torch_geometric.data import Data
 def each_named(value: Any, change: Callable[[str, Any], Any], name: str = "", *, whole: type | tuple[type, ...]) -> Any:
     """Apply ``change`` to the name and value of all that tuples, lists, dictionaries, dataclasses and ``Data`` hold.
 
-    Collections keep their types and are new objects; the ones passed do not change. Keys and fields are the names of
-    what they hold; all that a tuple or list holds has its name.
+    The result has new collections of the same types; the collections passed do not change. A value in a dictionary,
+    dataclass or ``Data`` is named by its key or field. A value in a tuple or list has the name of the tuple or list.
 
     Args:
-        value: A value, or a collection of values, however deep.
-        change: Called with each name and value that is no collection; returns what takes its place.
+        value: A value, or a collection of values, nested to any depth.
+        change: Called with the name and value of each value that is no collection; returns the new value.
         name: Name of ``value``.
         whole: Types of collections that count as one value.
     """
@@ -49,7 +49,7 @@ def each_value(
     Args:
         value: A value, or a collection of values.
         kind: Type of the values to change.
-        change: Called with each of these values; returns what takes its place.
+        change: Called with each of these values; returns the new value.
         but: Subtypes of ``kind`` that stay as they are.
 
     Example:

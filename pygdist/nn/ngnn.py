@@ -24,10 +24,11 @@ class NGNN(nn.Module):
     r"""A stack of PyG layers, each but the last followed by feed-forward layers (Sec. 3).
 
     A hidden layer is :math:`h \leftarrow \sigma(g(\sigma(f(h))))` with the message-passing layer :math:`f` and
-    ``ngnn_layers`` linear layers :math:`g`, each with :math:`\sigma` = ReLU: more parameters without more hops.
+    ``ngnn_layers`` linear layers :math:`g`, each followed by :math:`\sigma` = ReLU. So the model has more parameters
+    without more hops.
 
     Args:
-        in_channels: Number of features of a node; with -1 it is set when the model is first called.
+        in_channels: Number of features of a node; with -1 the first call of the model sets this number.
         hidden_channels: Width of the rows between layers, and of the feed-forward layers.
         num_layers: Number of message-passing layers.
         out_channels: Width of the result; the number of classes.

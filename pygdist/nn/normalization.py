@@ -28,8 +28,9 @@ _MOST_KEPT = 64  # results
 class GlobalGCNNorm:
     r"""PyG's ``gcn_norm``, :math:`\hat{D}^{-1/2} \hat{A} \hat{D}^{-1/2}`, with the degrees of the whole graph.
 
-    Same arguments and results as :func:`torch_geometric.nn.conv.gcn_conv.gcn_norm`, on the local edges of a shard;
-    differentiable in ``edge_weight``.
+    Takes the arguments of :func:`torch_geometric.nn.conv.gcn_conv.gcn_norm`, for the local edges of a shard. Unlike
+    PyG's function, it returns the edges as an :class:`~pygdist.graph.Adjacency`, sorted by destination, with weights in
+    this order. Differentiable in ``edge_weight``.
 
     Args:
         ranks: The backend, which knows or fetches the degrees of halo rows.
@@ -55,7 +56,12 @@ class GlobalGCNNorm:
         flow: str = "source_to_target",
         dtype: torch.dtype | None = None,
     ) -> tuple[Adjacency, Tensor]:
-        """Return the normalised edges, sorted by destination, and their weights ``(num_edges,)``."""
+        """Return the normalised edges, sorted by destination, and their weights ``(num_edges,)``.
+
+        Raises:
+            InputError: If ``flow`` is not ``"source_to_target"``, or the edges are not the shard's adjacency and
+                ``num_nodes`` is missing.
+        """
         if flow != "source_to_target":
             raise InputError(f"gcn_norm with flow='{flow}' needs the out-edges of each node, but a shard has in-edges")
         arguments = (num_nodes, 2.0 if improved else 1.0, add_self_loops, dtype)

@@ -1,8 +1,8 @@
 """Norms over nodes, with statistics over the nodes of all ranks: equal to one process up to rounding.
 
-Each function is the ``forward`` of one norm class, with the backend as second argument; :func:`distribute` calls it
-instead of the class's own. Means and squared deviations are summed over ranks in two rounds, since a one-round formula
-would lose digits. Both sums are differentiable, on CPU and CUDA alike.
+Each function is the ``forward`` of one norm class, with the backend as second argument. A distributed model calls this
+function instead of the class's own ``forward``. Ranks first sum values, for the mean, and then squared deviations: one
+exchange for both would lose digits. Both sums are differentiable, on CPU and CUDA.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Number = TypeVar("Number", int, float)
 
 
 class Ranks(Protocol):
-    """The part of a backend that norms and degree normalisation use."""
+    """The methods of a backend that norms and degree normalisation call."""
 
     @property
     def num_nodes(self) -> int:
@@ -32,10 +32,10 @@ class Ranks(Protocol):
         """Number of rows that a layer returns on this rank, one per node."""
 
     def source_rows(self, x: Tensor) -> Tensor:
-        """Return one row per source of the adjacency, from one row per owned node."""
+        """Return one row per source of the adjacency, given one row per row of this rank."""
 
     def sums_at_owners(self, source: Tensor, value: Tensor, num_rows: int) -> Tensor:
-        """Sum values of edges by source over all ranks; one number per row, right for those that this rank owns."""
+        """Sum edge values by source over all ranks; one number per row, correct only for rows that this rank owns."""
 
     def source_degrees(self, degree: Tensor, edge_weight: Tensor | None, loop_weight: float | None) -> Tensor | None:
         """Return the in-degrees of the sources in the whole graph, or ``None`` if only their owners know them."""
@@ -46,18 +46,18 @@ class Ranks(Protocol):
 
     @property
     def alone(self) -> bool:
-        """True in a pass that leaves out what is on other ranks, as if no node were split."""
+        """True in a pass that leaves out the contributions of other ranks, as if no node were split."""
 
     def sums_of_parts(self, x: Tensor) -> Tensor:
-        """Give each row of a node on several ranks the sum of these rows; differentiable."""
+        """Replace each row of a node on several ranks by the sum of the node's rows; differentiable."""
 
     def whole_degrees(self, degree: Tensor) -> Tensor:
-        """Return the in-degrees of rows in the whole graph, given those counted here."""
+        """Return the in-degrees of rows in the whole graph, given the in-degrees on this rank."""
 
     def rim_scale(self, *, weighted: bool) -> Tensor | None:
         """Return for each source row its in-degree in the whole graph divided by its in-degree on this rank.
 
-        Self-loops are not counted. ``None`` if all factors are 1.
+        Self-loops are not counted. ``None`` if nothing is to be scaled.
         """
 
     def owned_rows(self, x: Tensor) -> Tensor:
@@ -73,7 +73,8 @@ class Ranks(Protocol):
 def _mean(ranks: Ranks, x: Tensor) -> Tensor:
     """Mean over all nodes, per channel; rows that are not the rank's nodes are refused."""
     _check_rows(ranks, x)
-    return ranks.sum_over_ranks(ranks.owned_rows(x).sum(dim=0)) / ranks.num_nodes
+    total = ranks.sum_over_ranks(full_precision(ranks.owned_rows(x)).sum(dim=0))
+    return (total / ranks.num_nodes).to(x.dtype)
 
 
 def _check_rows(ranks: Ranks, x: Tensor) -> None:
@@ -85,8 +86,8 @@ def _check_rows(ranks: Ranks, x: Tensor) -> None:
         )
 
 
-def _full(x: Tensor) -> Tensor:
-    """Return ``x`` in at least single precision, in which PyTorch computes statistics under autocast."""
+def full_precision(x: Tensor) -> Tensor:
+    """Return ``x`` in at least single precision, in which PyTorch computes sums and statistics of half precision."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
@@ -106,7 +107,7 @@ def _update_running(module: Any, mean: Tensor, var: Tensor, num_nodes: int, mome
 
 def _channel_norm(module: Any, ranks: Ranks, x: Tensor, *, use_batch: bool, momentum: float | None) -> Tensor:
     """Normalise each channel, by batch or running statistics; ``momentum``, unless ``None``, updates the latter."""
-    dtype, x = x.dtype, _full(x)
+    dtype, x = x.dtype, full_precision(x)
     if use_batch:
         mean = _mean(ranks, x)
         centred = x - mean
@@ -118,7 +119,9 @@ def _channel_norm(module: Any, ranks: Ranks, x: Tensor, *, use_batch: bool, mome
         centred = x - mean
     out: Tensor = centred * (var + module.eps).rsqrt()
     if module.weight is not None:
-        out = out * module.weight + module.bias
+        out = out * module.weight
+    if module.bias is not None:
+        out = out + module.bias
     return out.to(dtype)
 
 
@@ -193,6 +196,7 @@ def _nodes_come_last(module: Any, ranks: Ranks, x: Tensor) -> bool:
 
 def _hetero_batch_norm(module: Any, ranks: Ranks, x: Tensor, type_vec: Tensor) -> Tensor:
     """PyG's batch norm for each type of node; its statistics carry no gradient."""
+    dtype, x = x.dtype, full_precision(x)
     if not module.training and module.track_running_stats:
         mean, var = module.running_mean, module.running_var
     else:
@@ -205,10 +209,10 @@ def _hetero_batch_norm(module: Any, ranks: Ranks, x: Tensor, type_vec: Tensor) -
                     module.num_batches_tracked.add_(1)
                     factor = 1.0 / float(module.num_batches_tracked)
                 factor = (count > 0).to(mean)[:, None] * factor  # types without a node keep theirs
-                module.running_mean.lerp_(mean, factor)
-                module.running_var.lerp_(var, factor)
+                for running, one in ((module.running_mean, mean), (module.running_var, var)):
+                    running.lerp_(one.to(running.dtype), factor.to(running.dtype))
     out: Tensor = (x - mean[type_vec]) / var.clamp(module.eps).sqrt()[type_vec]
-    return out * module.weight[type_vec] + module.bias[type_vec] if module.affine else out
+    return (out * module.weight[type_vec] + module.bias[type_vec] if module.affine else out).to(dtype)
 
 
 def _statistics_of_types(ranks: Ranks, x: Tensor, type_vec: Tensor, num_types: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -225,21 +229,23 @@ def _statistics_of_types(ranks: Ranks, x: Tensor, type_vec: Tensor, num_types: i
 
 def _graph_norm(module: Any, ranks: Ranks, x: Tensor, batch: object = None, batch_size: object = None) -> Tensor:
     _no_batch(module, batch)
+    dtype, x = x.dtype, full_precision(x)
     centred = x - _mean(ranks, x) * module.mean_scale
     std = (_mean(ranks, centred.square()) + module.eps).sqrt()
     out: Tensor = module.weight * centred / std + module.bias
-    return out
+    return out.to(dtype)
 
 
 def _pair_norm(module: Any, ranks: Ranks, x: Tensor, batch: object = None, batch_size: object = None) -> Tensor:
     _no_batch(module, batch)
+    dtype, x = x.dtype, full_precision(x)
     x = x - _mean(ranks, x)
     if module.scale_individually:
         length = module.eps + x.norm(2, -1, keepdim=True)
     else:
         length = (module.eps + _mean(ranks, x.square().sum(-1, keepdim=True))).sqrt()
     out: Tensor = module.scale * x / length
-    return out
+    return out.to(dtype)
 
 
 def _layer_norm(module: Any, ranks: Ranks, x: Tensor, batch: object = None, batch_size: object = None) -> Tensor:
@@ -247,10 +253,11 @@ def _layer_norm(module: Any, ranks: Ranks, x: Tensor, batch: object = None, batc
     if module.mode == "node":
         return nn.functional.layer_norm(x, (module.in_channels,), module.weight, module.bias, module.eps)
     _no_batch(module, batch)
+    dtype, x = x.dtype, full_precision(x)
     x = x - _mean(ranks, x).mean()
     std = _mean(ranks, x.square()).mean().sqrt()
     out: Tensor = x / (std + module.eps)
-    return out if module.weight is None else out * module.weight + module.bias
+    return (out if module.weight is None else out * module.weight + module.bias).to(dtype)
 
 
 def _mean_subtraction_norm(

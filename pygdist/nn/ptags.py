@@ -1,6 +1,7 @@
 r"""P-TAGS: a form of layers that can be computed where the features are (P3, Sec. 3.5, Table 2).
 
-A layer written in it says itself which part of it needs a whole row, so backend ``pushpull`` can cut it by columns.
+A layer in this form states which of its steps needs a whole row, so backend ``pushpull`` can divide the layer by
+columns.
 
 =============  =======================================================================================
 P3             here
@@ -30,10 +31,11 @@ class PTAGSConv(MessagePassing):
         \mathbf{y}_i = \mathrm{apply}\Big(\sum_{\mathrm{columns}\ p} \mathrm{transform}\big(\mathbf{x}_{i,p}, \;
         \mathrm{gather}_{j \in \mathcal{N}(i)} \mathrm{scatter}(\mathbf{x}_{j,p})\big)\Big)
 
-    :meth:`message` works element by element. :meth:`transform` may, too, at first; it ends as a sum of linear modules
-    (attributes of the layer), each over all columns. As the first layer under backend ``pushpull`` it runs on some
-    columns of a row, with the matching columns of the weights; otherwise on whole rows, like any PyG layer. The backend
-    tries a layer on six nodes first, and refuses one that computes something else when it is cut.
+    :meth:`message` must work element by element. :meth:`transform` may begin with element-wise operations; its result
+    must be a sum of linear modules (attributes of the layer), each over all columns. As a model's first layer under
+    backend ``pushpull``, the layer runs on some columns of a row, with the matching columns of the weights. Elsewhere
+    it runs on whole rows, like any PyG layer. The backend first tries the layer on six nodes, and refuses a layer whose
+    result changes when its columns are divided.
 
     Args:
         aggr: Aggregation of the messages.
@@ -75,8 +77,8 @@ class PTAGSConv(MessagePassing):
 
     @abstractmethod
     def transform(self, x: Tensor, aggregated: Tensor) -> Tensor:
-        """Return what is summed over columns, ``(n, H)``, from rows and their gathered messages, ``(n, F)`` both."""
+        """Return the term to sum over columns, ``(n, H)``, given rows and gathered messages, both ``(n, F)``."""
 
     def apply_rows(self, out: Tensor) -> Tensor:
-        """Return the layer's output from the sum over columns, ``(n, H)`` (*apply*); by default the sum itself."""
+        """Return the layer's output, given the sum over columns, ``(n, H)`` (*apply*); by default the sum itself."""
         return out

@@ -10,7 +10,7 @@ from torch_geometric.nn import InnerProductDecoder, MeanAggregation, SumAggregat
 
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency
-from pygdist.nn.norms import Ranks
+from pygdist.nn.norms import Ranks, full_precision
 
 
 class Readouts:
@@ -22,22 +22,29 @@ class Readouts:
     def add(self, x: Tensor, batch: Tensor | None, size: int | None = None) -> Tensor:
         """Sum the rows of all nodes; see PyG's ``global_add_pool``."""
         dim = -1 if x.dim() == 1 else -2
-        total = _sum_of_nodes(self._ranks, x, dim, batch)
-        return total if x.dim() <= 2 else total.squeeze(dim)
+        return _squeezed(_sum_of_nodes(self._ranks, x, dim, batch).to(x.dtype), dim)
 
     def mean(self, x: Tensor, batch: Tensor | None, size: int | None = None) -> Tensor:
         """Average the rows of all nodes; see PyG's ``global_mean_pool``."""
-        return self.add(x, batch) / self._ranks.num_nodes
+        dim = -1 if x.dim() == 1 else -2
+        total = _sum_of_nodes(self._ranks, x, dim, batch)
+        return _squeezed((total / self._ranks.num_nodes).to(x.dtype), dim)
+
+
+def _squeezed(total: Tensor, dim: int) -> Tensor:
+    return total if total.dim() <= 2 else total.squeeze(dim)
 
 
 def _sum(
     module: nn.Module, ranks: Ranks, x: Tensor, index: Any = None, ptr: Any = None, dim_size: Any = None, dim: int = -2
 ) -> Tensor:
-    return _sum_of_nodes(ranks, x, dim, index, ptr)
+    return _sum_of_nodes(ranks, x, dim, index, ptr).to(x.dtype)
 
 
-def _mean(module: nn.Module, ranks: Ranks, *args: Any, **kwargs: Any) -> Tensor:
-    return _sum(module, ranks, *args, **kwargs) / ranks.num_nodes
+def _mean(
+    module: nn.Module, ranks: Ranks, x: Tensor, index: Any = None, ptr: Any = None, dim_size: Any = None, dim: int = -2
+) -> Tensor:
+    return (_sum_of_nodes(ranks, x, dim, index, ptr) / ranks.num_nodes).to(x.dtype)
 
 
 def _decode(module: InnerProductDecoder, ranks: Ranks, z: Tensor, edge_index: Tensor, sigmoid: bool = True) -> Tensor:
@@ -64,7 +71,7 @@ READOUTS: dict[type[nn.Module], Callable[..., Tensor]] = {
 
 
 def _sum_of_nodes(ranks: Ranks, x: Tensor, dim: int, index: Tensor | None, ptr: Tensor | None = None) -> Tensor:
-    """Return the sum of all nodes' rows, one row.
+    """Return the sum of all nodes' rows, one row, in at least single precision.
 
     Raises:
         InputError: If ``x`` has other rows than the rank's nodes, or ``index`` tells several graphs apart.
@@ -79,5 +86,5 @@ def _sum_of_nodes(ranks: Ranks, x: Tensor, dim: int, index: Tensor | None, ptr: 
         raise InputError(
             "a readout got several graphs in one ('batch'), but a distributed graph is one", of_one_rank=True
         )
-    owned = ranks.owned_rows(x.movedim(dim, 0))
+    owned = full_precision(ranks.owned_rows(x.movedim(dim, 0)))
     return ranks.sum_over_ranks(owned.sum(dim=0, keepdim=True)).movedim(0, dim)

@@ -1,10 +1,10 @@
 """The edges of one relation, for layers that loop over relations, as an :class:`~pygdist.graph.Adjacency`.
 
-PyG's function picks them from the list of edges in every epoch. Here they are picked once, and stay sorted by
-destination, so that a relation's mean is one sparse product.
+PyG's function selects a relation's edges from the list of edges in every epoch. This module selects them once, and
+keeps them sorted by destination, so that a relation's mean is one sparse product.
 
-If edge types change, some ranks may see the same edges of a relation as before, and others new ones. So code that
-decides by the identity of a relation's edges what to exchange must ask all ranks (:func:`of_relation`).
+If edge types change, a relation's edges may stay the same on some ranks and be new on others. So all ranks must agree
+before they use the identity of these edges to decide which rows to exchange (:func:`of_relation`).
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _EQUALS = (Tensor.eq, Tensor.__eq__, torch.eq)
 class KeptRelations:
     """PyG's ``masked_edge_index`` on a shard's edges.
 
-    A mask is known by its values, which the host reads once if the layer compares the same types with the same number
-    again, as in ``edge_type == 2``. All relations without edges on a rank have the same mask, but other ranks may have
-    edges of them. So equal masks in one ``forward`` of a layer get different adjacencies, by their order, and all ranks
-    keep as many.
+    A relation's mask gets the same adjacency in every pass. If a layer compares the same types with the same number
+    again, as in ``edge_type == 2``, the host does not read the mask again. All relations without edges on a rank have
+    the same mask, but other ranks may have edges of these relations. So equal masks in one ``forward`` of a layer get
+    different adjacencies, in order, and all ranks keep the same number of adjacencies.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class KeptRelations:
         self._compared: dict[int, _Comparison] = {}  # by id of a mask
 
     def begin_layer(self) -> None:
-        """Forget the masks of the layer before; called before each ``forward`` of a layer."""
+        """Forget the masks of the previous layer; called before each ``forward`` of a layer."""
         self._turns.clear()
         self._compared.clear()
 
@@ -107,5 +107,5 @@ def _picked(csr: CSR, edge_mask: Tensor) -> Adjacency:
 
 
 def of_relation(edge_index: Any) -> bool:
-    """True for the edges of a relation, which may be the same as before on some ranks and new on others."""
+    """Tell if edges are a relation's, which may be the same as before on some ranks and new on others."""
     return isinstance(edge_index, Adjacency) and edge_index.slot(_OF_RELATION) is not None

@@ -8,20 +8,25 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch_geometric.nn import RGCNConv
 
+from pygdist.errors import InputError
+
 
 class RGCN(nn.Module):
     """A stack of ``RGCNConv`` for graphs with relations.
 
     Args:
-        in_channels: Number of features of a node. A heterogeneous graph has those of its types of nodes and one more
-            for each type (:func:`pygdist.graph.as_homogeneous`).
+        in_channels: Number of features of a node. For a heterogeneous graph this is the number of columns after
+            merging, which include one column for each node type (:func:`pygdist.graph.as_homogeneous`).
         hidden_channels: Width of the rows between layers.
         num_layers: Number of layers.
         out_channels: Width of the result; the number of classes.
         num_relations: Number of types of edges.
-        num_bases: Number of bases that the weights of all relations are sums of; by default each relation has its own
-            weights.
+        num_bases: Number of shared weight matrices; each relation's weight is then a weighted sum of these matrices.
+            By default each relation has a weight matrix of its own.
         dropout: Dropout probability between layers.
+
+    Raises:
+        InputError: If ``num_layers`` is less than 1.
 
     Example:
         >>> data = GraphDataModule("mag-like", {"scale": 0.01, "reverse": True})
@@ -39,6 +44,8 @@ class RGCN(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
+        if num_layers < 1:
+            raise InputError(f"RGCN: num_layers is {num_layers}, expected at least 1")
         widths = [in_channels, *[hidden_channels] * (num_layers - 1), out_channels]
         self.convs = nn.ModuleList(
             RGCNConv(before, after, num_relations, num_bases=num_bases) for before, after in pairwise(widths)

@@ -1,7 +1,7 @@
-"""Self-loops for layers that add their own, such that an :class:`~pygdist.graph.Adjacency` stays one.
+"""Self-loops for layers that add their own; an :class:`~pygdist.graph.Adjacency` with loops is an adjacency again.
 
-PyG's functions append the loops, so the edges are no longer sorted by destination. Here the order is kept, and so is
-the result: on a fixed graph the loops are added once.
+PyG's functions append the loops, so the edges are no longer sorted by destination. The functions here keep the order.
+Results are kept: on a fixed graph the loops are added once.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class KeptSelfLoops:
 
     Adding without ``num_nodes`` raises an :class:`~pygdist.errors.InputError`: no rank knows the largest id of all.
 
-    Results are kept by the edges that they were made of, so edges without loops must be another object on all ranks, or
-    the same one on all: a rank that has no loop asks the others.
+    A result is kept together with the edges from which it was made. Removing loops returns a new object on all ranks or
+    on none: a rank without loops asks the others.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -53,8 +53,13 @@ class KeptSelfLoops:
             return result
         slot = id(edge_index), "remove"
         without, stays = self._edges.get(slot, (edge_index,), lambda: self._without_loops(edge_index))
-        if edge_attr is None or without is edge_index:
-            return without, edge_attr
+        if edge_attr is None:
+            return without, None
+        if without is edge_index:  # a copy, as of PyG: what changes it must not change the graph
+            if not fixable(edge_attr):
+                return without, edge_attr.clone()
+            key = id(edge_index), *identity_of(edge_attr)
+            return without, self._attributes.get(key, (edge_index, edge_attr), edge_attr.clone)
         places = self._places.get(slot, (stays,), lambda: _places_of(stays))
         if not fixable(edge_attr):
             return without, edge_attr.index_select(0, places)
@@ -126,9 +131,9 @@ class KeptSelfLoops:
 
 
 def num_rows_with_loops(ranks: Ranks, num_rows: int) -> int:
-    """Return how many of the first ``num_rows`` rows get a self-loop: where nodes are split, a node's own at its root.
+    """Return the number of rows, among the first ``num_rows``, that get a self-loop: all, or the owned ones.
 
-    PyG adds a loop to each node; a node that is split has a row in each of its parts.
+    PyG adds one loop to each node. A split node has a row in each of its parts, so only the owner's row gets the loop.
     """
     split = ranks.splits_nodes and not ranks.alone
     return ranks.owned_rows(torch.empty(num_rows, 0)).size(0) if split else num_rows

@@ -1,4 +1,4 @@
-"""Partitioners, which divide the nodes of a graph among ranks, and the measures of their results."""
+"""Partitioners, which divide the nodes or edges of a graph among ranks, and measures of their results."""
 
 from pygdist.partition.base import Assignment, Partitioner, partitioner_names, resolve_partitioner
 from pygdist.partition.chunk import ChunkPartitioner

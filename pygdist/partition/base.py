@@ -1,7 +1,8 @@
 """The base class of partitioners: each assigns the nodes of a graph to owners.
 
-A partitioner reads a stream of edges and returns the part of each node; everything else (halos, plans, files) follows
-from that. A new one is one file with one class. Its ``name`` registers it; without a name, YAML takes its class path.
+A partitioner reads a stream of edges and returns the part of each node; halos, plans and files follow from the parts.
+A new partitioner is one file with one class. The class is registered under its ``name``; a class without a name is used
+by its class path.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class Assignment:
 
     Attributes:
         part: The part of each node; int32 of shape ``(N,)``.
-        figures: Figures about the partition, for ``meta.json``.
-        edge_part: The part of each edge, ``(E,)``, where the placement needs it.
+        figures: Numbers about the partition, for ``meta.json``.
+        edge_part: The part of each edge, ``(E,)``; ``None`` if the placement does not need it.
     """
 
     part: NDArray[np.int32]
@@ -39,12 +40,12 @@ class Assignment:
 class Partitioner(ABC):
     """Assigns every node to a part.
 
-    To write one, subclass this (a frozen dataclass is the shortest way), set ``name`` and write :meth:`assign`. The
-    result depends only on the arguments, the number of parts and the edges: it is the same on every machine, in every
-    run, however many edges the stream yields at a time.
+    To write a partitioner, subclass this class (a frozen dataclass is the shortest way), set ``name`` and write
+    :meth:`assign`. The result may depend only on the arguments, the number of parts and the edges. It must be the same
+    on every machine and in every run, for any number of edges that the stream yields at a time.
 
     Attributes:
-        name: The name for users; registered when the class is defined. A class without one is used by its path.
+        name: The name for users; registered when the class is defined. A class without a name is used by its path.
 
     Example:
         >>> @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,7 @@ class Partitioner(ABC):
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
     def run(self, edges: EdgeStream, num_parts: int) -> Assignment:
-        """Call :meth:`assign`; partitioners with figures to report override this."""
+        """Run :meth:`assign` and wrap its result; partitioners that report figures override this."""
         return Assignment(part=self.assign(edges, num_parts))
 
     @abstractmethod
@@ -85,20 +86,21 @@ class Partitioner(ABC):
 
 
 def resolve_partitioner(partitioner: str | Partitioner, **args: Any) -> Partitioner:
-    """Return a partitioner from its name, a dotted class path, or an instance.
+    """Return a partitioner, given its name, a dotted class path, or the partitioner itself.
 
     Args:
         partitioner: A registered name, the path of a :class:`Partitioner` in any package, or an instance.
         **args: Arguments of the class; none for an instance.
 
     Raises:
-        InputError: If there is no such partitioner (the message lists all names), or an argument does not fit.
+        InputError: If there is no such partitioner (the message lists all names), or an argument does not fit the
+            class.
     """
     return partitioners.resolve(partitioner, Partitioner, **args)  # type: ignore[type-abstract]
 
 
 def partitioner_names() -> tuple[str, ...]:
-    """Return the registered names, sorted; those of plug-ins are added when they are used."""
+    """Return the registered names, sorted; the name of a plug-in is included once it has been used."""
     return tuple(partitioners)
 
 
@@ -119,6 +121,6 @@ def check_number(partitioner: Partitioner, name: str, least: float, *, above: bo
 
 
 def check_seed(partitioner: Partitioner, seed: int) -> None:
-    """Refuse a seed that is no integer of 64 bits."""
+    """Refuse a seed that is no integer from 0 to 2**64 - 1."""
     if not (isinstance(seed, int) and 0 <= seed < 1 << 64):
         raise InputError(f"{partitioner.name}: seed is {seed}, expected an integer from 0 to 2**64 - 1")

@@ -15,15 +15,16 @@ from pygdist.partition.base import Partitioner, check_num_parts, check_number
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkPartitioner(Partitioner):
-    r"""Divides the ids ``0 .. N - 1`` into ranges of equal :math:`\alpha\,|V_p| + |E_p|`.
+    r"""Divides the ids ``0 .. N - 1`` into ranges of equal work :math:`\alpha\,|V_p| + |E_p|`.
 
-    This is the chunk-based partitioning of Gemini (Zhu et al., OSDI 2016, Sec. 4.2), which NeutronStar uses. It counts
-    degrees and ignores the structure, so it is as good as the numbering of the nodes, which in many data sets follows
-    communities. In-edges count for the part of their target, which aggregates them. Every part owns at least one node.
+    This is the chunk-based partitioning of Gemini (Zhu et al., OSDI 2016, Sec. 4.2), which NeutronStar uses.
+    Here :math:`|V_p|` is the number of nodes of part p, :math:`|E_p|` the number of in-edges of these nodes. Only
+    degrees count, so the result is good if nodes with neighbouring ids are neighbours in the graph, as in many data
+    sets. Every part owns at least one node.
 
     Args:
         node_weight: Weight :math:`\alpha` of a node relative to an in-edge. In a GCN with 128 features the dense work
-            of a node takes as long as about 16 edges; 0 balances edges alone, a large number nodes alone.
+            of a node takes as long as about 16 edges. With 0 only edges are balanced, with a large number only nodes.
     """
 
     node_weight: float = 16.0

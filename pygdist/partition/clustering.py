@@ -35,10 +35,10 @@ class Clusters:
 def cluster(edges: EdgeStream, max_volume: float, *, strict: bool, richest: bool) -> Clusters:
     """Cluster the nodes in one pass over the edges, after one that counts degrees.
 
-    A node starts in a cluster of its own. An edge between two clusters of at most ``max_volume``, a sum of degrees,
-    moves its end in the smaller one to the larger. With ``strict`` clusters are compared without the two nodes
-    themselves, and none grows beyond ``max_volume``. With ``richest`` each node's neighbour of highest degree is
-    recorded.
+    A node starts in a cluster of its own. The volume of a cluster is the sum of its nodes' degrees. If an edge joins
+    two clusters of at most ``max_volume``, the edge's end in the smaller cluster moves to the larger one. With
+    ``strict``, the two ends do not count in this comparison, and no cluster grows beyond ``max_volume``. With
+    ``richest``, the neighbour of highest degree of each node is recorded.
     """
     num_nodes = edges.num_nodes
     degree = count_degrees(edges)
@@ -55,7 +55,7 @@ def cluster(edges: EdgeStream, max_volume: float, *, strict: bool, richest: bool
 
 
 def spread(size: NDArray[np.int64], num_parts: int) -> NDArray[np.int32]:
-    """Assign clusters to parts, the largest first, each to the part with the least so far; int32 of shape ``(C,)``."""
+    """Assign clusters to parts, the largest first, each to the smallest part so far; int32 of shape ``(C,)``."""
     part = np.empty(len(size), dtype=np.int32)
     call("deal", None, np.ascontiguousarray(size, dtype=np.int64), len(size), num_parts, part)
     return part

@@ -16,8 +16,8 @@ from pygdist.partition.vertex_cut import EdgePartitioner, VertexCut
 class DBHPartitioner(EdgePartitioner):
     """Assigns each edge to a part by a hash of its end of lower degree (of equal degrees, the end of lower id).
 
-    DBH (Xie et al., NIPS 2014) splits the nodes with many edges, which on a power-law graph are in many parts anyway.
-    It takes two passes, the first to count degrees.
+    DBH (Xie et al., NIPS 2014) splits nodes with many edges, which on a power-law graph are in many parts with any
+    method. It takes two passes over the edges, the first to count degrees.
 
     Args:
         seed: Seed of the hash.

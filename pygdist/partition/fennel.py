@@ -16,15 +16,16 @@ from pygdist.partition.node_stream import place_nodes
 
 @dataclass(frozen=True, kw_only=True)
 class FennelPartitioner(Partitioner):
-    r"""Assigns each node to the part with the most neighbours, less a cost of the part's size.
+    r"""Assigns each node to the part with most of its neighbours, less a cost that grows with the part.
 
     Fennel (Tsourakakis et al., WSDM 2014) takes the largest :math:`|N(v) \cap P_p| - \alpha \gamma |P_p|^{\gamma - 1}`
-    with :math:`\alpha = |E| P^{\gamma - 1} / |V|^\gamma`; ties go to the emptiest part,
-    and no part is filled beyond the bound. Nodes come in the order of their ids; edges are read as by LDG.
+    with :math:`\alpha = |E| P^{\gamma - 1} / |V|^\gamma`. If parts are equal, the emptiest part gets the node. No part
+    gets more nodes than ``balance`` allows. Nodes come in the order of their ids. The edges are read once to count
+    degrees, and once for each window of nodes whose neighbour lists fit in memory.
 
     Args:
-        gamma: Exponent :math:`\gamma` of the cost; above 1.
-        balance: Most nodes of a part relative to the mean; at least 1.
+        gamma: Exponent :math:`\gamma` of the part's size in the cost; above 1.
+        balance: Largest number of nodes in a part, relative to the mean; at least 1.
     """
 
     gamma: float = 1.5

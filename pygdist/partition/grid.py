@@ -14,11 +14,12 @@ from pygdist.partition.vertex_cut import EdgePartitioner, VertexCut
 
 @dataclass(frozen=True, kw_only=True)
 class GridPartitioner(EdgePartitioner):
-    """Arranges parts in a grid; the edges of a node lie in the row and the column of a cell drawn by the node's hash.
+    """Arranges parts in a grid, draws a cell for each node, and keeps the node's edges in the cell's row and column.
 
-    The constrained placement of GraphBuilder (Jain et al., GRADES 2013) bounds a node's replicas by rows + columns - 1.
-    An edge goes to one of the parts that the rows and columns of both its ends share, drawn by the edge's hash. The
-    grid is as square as the number of parts allows; for a prime it is one row, and the bound says nothing.
+    This is the constrained placement of GraphBuilder (Jain et al., GRADES 2013): at most rows + columns - 1 parts hold
+    a node. A hash of the node draws its cell. A hash of the edge draws one of the parts that the rows and columns of
+    both ends share. The grid is as square as the number of parts allows. For a prime number of parts the grid is one
+    row, and does not limit the parts of a node.
 
     Args:
         seed: Seed of the hashes.

@@ -17,9 +17,9 @@ from pygdist.partition.base import Partitioner, check_num_parts, check_seed
 class HashPartitioner(Partitioner):
     """Assigns each node to a part by a hash of its id.
 
-    Parts are balanced in nodes and edges, up to chance, and almost all neighbours are on other ranks. This is the
-    baseline that every other algorithm must beat, and the ownership that P3 assumes (Gandhi and Iyer, OSDI 2021, Sec.
-    3.1). The edges are not read. With few nodes a part may stay empty.
+    Parts have about equal numbers of nodes and edges, but with many parts almost all neighbours are on other ranks.
+    This is the baseline for other methods, and the assignment of nodes that P3 assumes (Gandhi and Iyer, OSDI 2021,
+    Sec. 3.1). The edges are not read. With few nodes a part may stay empty.
 
     Args:
         seed: Seed of the hash.
@@ -42,7 +42,7 @@ class HashPartitioner(Partitioner):
 def mix(values: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
     """Hash uint64 keys by splitmix64 (Steele et al., OOPSLA 2014): every input bit affects every output bit.
 
-    The sequence that the keys index starts at ``seed``.
+    Each key is an index into the splitmix64 sequence that starts at ``seed``.
     """
     step = np.uint64(0x9E3779B97F4A7C15)
     with np.errstate(over="ignore"):  # arithmetic modulo 2**64 is the point

@@ -16,20 +16,22 @@ from pygdist.partition.vertex_cut import BalancedEdgePartitioner, VertexCut
 
 @dataclass(frozen=True, kw_only=True)
 class HDRFPartitioner(BalancedEdgePartitioner):
-    r"""Assigns each edge to the part of highest score: for holding its nodes (low degrees count more), and for room.
+    r"""Assigns each edge to the part of highest score: for holding the edge's nodes, and for having few edges.
 
-    HDRF (Petroni et al., CIKM 2015) scores with the degrees seen so far:
+    HDRF (Petroni et al., CIKM 2015) computes the score from the degrees seen so far; a node of low degree counts more:
 
     .. math::
         C(u, v, p) = g(u, p) + g(v, p) + \lambda \frac{\max_q |p_q| - |p|}{1 + \max_q |p_q| - \min_q |p_q|}, \quad
         g(u, p) = [u \in p] \left(1 + \frac{d_v}{d_u + d_v}\right)
 
-    It takes one pass. The bound on a part's edges is not in the paper; with :math:`\lambda > 1` it rarely matters.
+    It takes one pass over the edges. The limit on a part's edges is not in the paper, and rarely matters with
+    :math:`\lambda > 1`.
 
     Args:
-        seed: Seed of the draw of each node's owner.
-        balance: Most edges of a part relative to the mean; at least 1.
-        balance_weight: Weight :math:`\lambda` of a part's room, relative to the nodes that it holds already.
+        seed: Seed of the hash that draws each node's owner from the node's parts.
+        balance: Largest number of edges in a part, relative to the mean; at least 1.
+        balance_weight: Weight :math:`\lambda` of balance in the score, relative to the weight of holding an edge's
+            nodes.
     """
 
     balance_weight: float = 1.1

@@ -16,14 +16,14 @@ from pygdist.partition.node_stream import place_nodes
 
 @dataclass(frozen=True, kw_only=True)
 class LDGPartitioner(Partitioner):
-    r"""Assigns each node to the part with the most neighbours, times the share of the part that is free.
+    r"""Assigns each node to the part with most of its neighbours, weighted by the free share of the part.
 
-    LDG (Stanton and Kliot, KDD 2012) takes the largest :math:`|N(v) \cap P_p| \, (1 - |P_p| / C)`; ties go to the
-    emptiest part. Nodes come in the order of their ids. The edges are read once to count degrees, and once for each
-    window of nodes whose neighbour lists fit in memory.
+    LDG (Stanton and Kliot, KDD 2012) takes the largest :math:`|N(v) \cap P_p| \, (1 - |P_p| / C)`. If parts are equal,
+    the emptiest part gets the node. Nodes come in the order of their ids. The edges are read once to count degrees, and
+    once for each window of nodes whose neighbour lists fit in memory.
 
     Args:
-        balance: Most nodes of a part (the capacity :math:`C`) relative to the mean; at least 1.
+        balance: Largest number of nodes in a part (the capacity :math:`C`), relative to the mean; at least 1.
     """
 
     balance: float = 1.05

@@ -1,4 +1,4 @@
-"""Libra: an edge goes to the least loaded of the parts that hold its nodes; nodes with many edges are split."""
+"""Libra: an edge goes to the part with fewest edges among the parts that hold its nodes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from pygdist.partition.vertex_cut import BalancedEdgePartitioner, VertexCut
 
 @dataclass(frozen=True, kw_only=True)
 class LibraPartitioner(BalancedEdgePartitioner):
-    """Assigns each edge to the least loaded part that holds both its nodes, or, if there is none, one of them.
+    """Assigns each edge to the part with fewest edges among the parts that hold both its nodes, or else one of them.
 
-    This is the partitioner of DistGNN (Md et al., SC 2021, Sec. 5.1). If no part has both nodes, an edge goes to a part
-    that has the node with fewer edges, as in the authors' code; the paper says of this case only that the part is least
-    loaded. It takes two passes, the first to count degrees. The bound on a part's edges is not in the paper: without it
-    a stream that is sorted by node ends up in one part.
+    This is the partitioner of DistGNN (Md et al., SC 2021, Sec. 5.1). If no part holds both nodes, the edge goes to a
+    part of the node with lower degree, as in the authors' code; for this case the paper asks only for a part with few
+    edges. The method takes two passes over the edges, the first to count degrees. The limit on a part's edges is not in
+    the paper: without it, all edges of a stream that is sorted by node would go to one part.
 
     Args:
-        by_degree: ``False`` takes the least loaded part of either node instead, in one pass; more nodes are split.
-        seed: Seed of the draw of each node's owner.
-        balance: Most edges of a part relative to the mean; at least 1.
+        by_degree: If no part holds both nodes of an edge, take a part of the node with lower degree. With ``False``,
+            take the part with fewest edges that holds either node; this needs one pass less, and splits more nodes.
+        seed: Seed of the hash that draws each node's owner from the node's parts.
+        balance: Largest number of edges in a part, relative to the mean; at least 1.
     """
 
     name: ClassVar[str] = "libra"

@@ -24,16 +24,16 @@ _PACKAGES = {"pyg_lib": ("pyg-lib",), "torch_sparse": ("torch_sparse", "torch_sc
 
 @dataclass(frozen=True, kw_only=True)
 class MetisPartitioner(Partitioner):
-    """Cuts few edges, with nearly equal numbers of nodes (Karypis and Kumar, SIAM J. Sci. Comput. 1998).
+    """Makes parts with nearly equal numbers of nodes, and cuts few edges (METIS; Karypis and Kumar, SISC 1998).
 
-    The graph is taken as undirected, without weights, duplicates and self-loops, and must fit in memory. With few nodes
-    a part may stay empty.
+    METIS takes the graph as undirected, without weights, duplicate edges and self-loops. The graph must fit in memory.
+    With few nodes a part may stay empty.
 
     Args:
-        recursive: Recursive bisection instead of direct k-way partitioning: slower, a little better for few parts.
+        recursive: Use recursive bisection instead of direct k-way partitioning: slower, a little better for few parts.
         library: Package that provides METIS: ``pyg_lib`` or ``torch_sparse``, as in PyG's ``ClusterData``, or
-            ``pymetis`` (extra ``metis``). ``auto`` takes the first in this order that is installed. Their results
-            differ node by node, so the store records which one was used.
+            ``pymetis`` (extra ``metis``). ``auto`` takes the first installed package in this order. The packages give
+            different partitions, so the store records the name of the package.
 
     Raises:
         InputError: If ``library`` is unknown, not installed, or was built without METIS.

@@ -1,7 +1,7 @@
 """Measures of a partition: rows that cross between parts, and balance of the work.
 
-They come from a stream of edges (:func:`measure`) or, with the same values, from the ``meta.json`` of a store
-(:meth:`PartitionMetrics.from_meta`).
+:func:`measure` computes the measures from a stream of edges; :meth:`PartitionMetrics.from_meta` reads the same values
+from the ``meta.json`` of a store.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class PartitionMetrics:
         num_edges: In-edges of each part's nodes; shape ``(P,)``.
         num_train: Training nodes of each part; shape ``(P,)``.
         edge_cut: Edges whose ends have different owners.
-        rows: ``rows[i, j]`` is the number of rows that part i sends to part j in one hop: the nodes of i with an edge
-            into j. Shape ``(P, P)``, zero diagonal.
+        rows: ``rows[i, j]`` is the number of rows that part i sends to part j in one hop: the number of nodes of i with
+            an edge into j. Shape ``(P, P)``; the diagonal is zero.
     """
 
     num_nodes: NDArray[np.int64]
@@ -76,7 +76,7 @@ class PartitionMetrics:
 
     @property
     def num_halo(self) -> NDArray[np.int64]:
-        """Halo rows of each part for one hop; shape ``(P,)``."""
+        """Number of halo rows of each part for one hop; shape ``(P,)``."""
         return np.asarray(self.rows.sum(axis=0))
 
     @property
@@ -86,20 +86,20 @@ class PartitionMetrics:
         return 1 + int(self.rows.sum()) / max(num_nodes, 1)
 
     def volume(self, width: int, *, itemsize: int = 4) -> int:
-        """Return the bytes that cross between parts in the forward pass of a layer; the backward pass sends as many.
+        """Return the bytes that cross between parts in a layer's forward pass; the backward pass sends as many.
 
-        A row has ``width`` values in that layer, of ``itemsize`` bytes each.
+        Each row has ``width`` values of ``itemsize`` bytes.
         """
         return int(self.rows.sum()) * width * itemsize
 
     @property
     def balance(self) -> dict[str, float]:
-        """Largest part over mean part, for ``nodes``, ``edges`` and ``train_nodes``; 1 is perfect, P the worst."""
+        """Size of the largest part over the mean, in ``nodes``, ``edges`` and ``train_nodes``; 1 is best, P worst."""
         loads = {"nodes": self.num_nodes, "edges": self.num_edges, "train_nodes": self.num_train}
         return {name: float(load.max() / load.mean()) if load.any() else 1.0 for name, load in loads.items()}
 
     def totals(self) -> dict[str, int | float]:
-        """Return the measures of the whole graph, by their names in ``meta.json``."""
+        """Return the measures of all parts together, by their names in ``meta.json``."""
         num_edges = int(self.num_edges.sum())
         return {
             "num_parts": self.num_parts,
@@ -140,8 +140,8 @@ def measure(
         part: Owner of each node, integers of shape ``(N,)``.
         num_parts: Number of parts, P.
         train_mask: Training nodes, bool of shape ``(N,)``; none by default.
-        table_bytes: Memory for a table of ``N * P`` bytes; if it is less, the stream is read for one group of parts at
-            a time.
+        table_bytes: Largest memory for a table of ``N * P`` bytes. If the table is larger, each pass over the stream
+            measures only some of the parts.
     """
     num_nodes = edges.num_nodes
     rows = np.zeros((num_parts, num_parts), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Neighbour lists from a stream of edges, for a window of nodes at a time; for partitioners that stream nodes."""
+"""Neighbour lists from a stream of edges, one window of nodes at a time, for partitioners that place node by node."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def neighbour_lists(
 ) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int32]]]:
     """Yield the neighbours of all nodes, in the order of the nodes; one pass to count, and one for each window.
 
-    The graph is taken as undirected: a self-loop is listed twice, and so is an edge with its reverse. Memory holds
-    ``window_ends`` edge ends at a time, but at least those of one node.
+    The graph is taken as undirected: a self-loop appears twice in its node's list, and an edge and its reverse both
+    appear. Memory holds ``window_ends`` edge ends at a time, but at least the ends of one node.
 
     Yields:
         The first node of a window; the beginning of each of its nodes' lists, int64 of shape ``(n + 1,)``; and the

@@ -18,9 +18,10 @@ def place_nodes(
 ) -> NDArray[np.int32]:
     """Assign nodes in the order of their ids; return the part of each, int32 of shape ``(N,)``.
 
-    The graph is taken as undirected. ``balance`` is the most nodes of a part relative to the mean. With ``fennel`` a
-    cost of the part's size, with weight ``alpha`` and exponent ``gamma``, is subtracted from its neighbours (Fennel).
-    Otherwise the neighbours are multiplied by the share of the part that is free (LDG).
+    The graph is taken as undirected. ``balance`` is the largest number of nodes in a part, relative to the mean. A
+    part's score starts as the number of neighbours in the part. With ``fennel``, a cost of the part's size, with weight
+    ``alpha`` and exponent ``gamma``, is subtracted (Fennel). Otherwise the score is multiplied by the free share of the
+    part (LDG).
     """
     check_num_parts(edges.num_nodes, num_parts)
     require(name, edges.num_nodes)

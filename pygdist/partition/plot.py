@@ -1,7 +1,7 @@
 """Plots of a partition: the rows that parts send to each other in one hop, and the load of each part.
 
-They take the measures of a partition or a store's ``meta.json``. matplotlib (extra ``plot``) is imported when a plot is
-drawn.
+Each function takes the measures of a partition, or the contents of a store's ``meta.json``. matplotlib (extra ``plot``)
+is imported when a plot is drawn.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def plot_traffic(metrics: PartitionMetrics | Mapping[str, Any], *, ax: Axes | No
     """Draw the rows that each part sends to each other part in one hop, as a heat map with numbers.
 
     Senders are rows, receivers are columns. ``metrics`` may be the contents of ``meta.json``. The plot is drawn on
-    ``ax``, by default on the axes of a new figure, which are returned.
+    ``ax``, by default on the axes of a new figure. The function returns these axes.
 
     Example:
         >>> meta = partition_graph(data, "parts", num_parts=4, partitioner="hash")
@@ -51,7 +51,7 @@ def plot_traffic(metrics: PartitionMetrics | Mapping[str, Any], *, ax: Axes | No
 
 
 def plot_load(metrics: PartitionMetrics | Mapping[str, Any], *, ax: Axes | None = None) -> Axes:
-    """Draw the nodes, edges and halo rows of each part as shares of all nodes or edges; the even share is dashed.
+    """Draw each part's nodes, edges and halo rows as shares of all nodes or edges; a dashed line is the equal share.
 
     Arguments and result are those of :func:`plot_traffic`.
     """

@@ -16,7 +16,7 @@ from pygdist.partition.vertex_cut import EdgePartitioner, VertexCut
 class RandomEdgePartitioner(EdgePartitioner):
     """Assigns each edge to a part by a hash of its two ends; an edge and its reverse go to the same part.
 
-    PowerGraph's random placement (Gonzalez et al., OSDI 2012, Sec. 5.1).
+    This is PowerGraph's random placement (Gonzalez et al., OSDI 2012, Sec. 5.1).
 
     Args:
         seed: Seed of the hash.

@@ -66,22 +66,22 @@ def cached_store(
     placement: str = "nodes",
     num_hops: int = 1,
 ) -> Path:
-    """Return the folder of a graph's store in a cache, keyed by content and arguments; write it if it is not there.
+    """Return the folder of a graph's store in a cache, keyed by content and arguments; write a missing store.
 
-    A partitioner whose class is defined in a notebook or script runs each time, and the key has the resulting parts
-    too: nobody can tell from the class if the code that it uses has changed. For a class of a module of the user's own
-    the key has a checksum of the module's file.
+    A partitioner whose class is defined in a notebook or script runs each time, and the key also depends on the
+    resulting parts, as the code of the class may have changed. For a class in the user's own module the key depends on
+    a checksum of the module's file.
 
     Args:
         data: A graph as :func:`pygdist.graph.prepare` returns it.
-        notes: Its notes.
+        notes: The notes that ``prepare`` returns.
         cache: Folder of the stores.
-        num_parts: As of :func:`partition_graph`, like the following.
-        partitioner: A name, a class path, or an instance; by default that of the placement.
+        num_parts: Number of parts; see :func:`partition_graph`.
+        partitioner: A name, a class path, or an instance; by default the placement's.
         arguments: Arguments of the partitioner, if it is given by name.
         num_classes: Number of classes; by default that of ``data``.
-        placement: Which fields a part has.
-        num_hops: Hops that the halo of a part reaches.
+        placement: Placement; see :func:`partition_graph`.
+        num_hops: Number of hops in the halo of a part.
 
     Raises:
         InputError: As :func:`partition_graph`.
@@ -143,36 +143,38 @@ def partition_graph(
 ) -> StoreMeta:
     """Partition a graph and write its store; a finished store of the same graph and arguments is left as it is.
 
-    A partitioner of a notebook or script always runs, as it may have changed; a finished store must have the same
-    parts.
+    A partitioner whose class is defined in a notebook or script always runs, as its code may have changed. A finished
+    store is then left only if it has the same parts.
 
     Args:
-        source: A graph as :func:`pygdist.graph.prepare` returns it, a graph in files, which are read as streams, or a
-            stream with the fields of its nodes and edges. What is done to files is told in warnings, one for each note.
-        folder: Folder of the store; it appears when it is complete.
-        num_parts: Number of parts, one for each rank; or the memory of the devices, for as few parts as fit.
-        partitioner: A name, a class path, or an instance; by default ``chunk``; ``libra`` for placement *edges*,
-            ``hash`` for *columns*.
-        notes: Notes of preprocessing on a ``Data``, for ``meta.json``.
+        source: The graph: a ``Data`` as :func:`pygdist.graph.prepare` returns it; a graph in files, which are read as
+            streams; or a stream with the fields of its nodes and edges. Preprocessing of files is reported in warnings,
+            one for each note.
+        folder: Folder of the store, which appears only when the store is complete.
+        num_parts: Number of parts, one for each rank; or the memory of the devices, for the fewest parts that fit.
+        partitioner: A name, a class path, or an instance; by default ``libra`` for placement *edges*, ``hash`` for
+            *columns*, and ``chunk`` for others.
+        notes: Notes on the preprocessing of a ``Data``, for ``meta.json``.
         num_classes: Number of classes; by default that of ``source``.
-        fingerprint: Identifies the graph; by default it is computed (:func:`pygdist.graph.fingerprint`).
-        num_hops: Hops that the halo of a part reaches.
-        placement: *nodes*: a part knows the ids of its halo rows, and fetches them. *replicas*: it has their features
-            and edges too, and can train on its own (CATGNN, Sec. 4.2). By default nodes for one hop, replicas for more.
-            *edges*: each edge is in the part to which the partitioner, an :class:`EdgePartitioner`, assigns it, and a
-            node has a row in each of its parts (DistGNN, Sec. 5.1). *columns*: as *nodes*, but a part has some columns
-            of the features of all nodes (P3, Sec. 3.1).
+        fingerprint: Fingerprint of the graph; by default it is computed (:func:`pygdist.graph.fingerprint`).
+        num_hops: Number of hops in the halo of a part.
+        placement: The data in a part. *nodes*: owned nodes with their in-edges, and the ids of halo rows, which ranks
+            fetch. *replicas*: also the features and edges of halo rows, so that a part can train by itself (CATGNN,
+            Sec. 4.2). *edges*: the edges that an :class:`EdgePartitioner` assigns to the part, and a row for each node
+            of these edges (DistGNN, Sec. 5.1). *columns*: as *nodes*, but with some columns of the features of all
+            nodes (P3, Sec. 3.1). By default *nodes* for one hop, *replicas* for more.
         overwrite: Replace a finished store that differs.
         progress: Shows every pass over the edges.
         **args: Arguments of the partitioner.
 
     Returns:
-        The contents of ``meta.json``, with ``seconds`` and ``edges_per_second`` of the assignment; a notebook shows it
-        as a table with a plot.
+        The contents of ``meta.json``, with ``seconds`` and ``edges_per_second`` of the assignment; a notebook shows
+        them as a table with a plot.
 
     Raises:
-        InputError: If the partitioner is unknown or cannot divide the graph so, ``num_hops`` does not fit
-            ``placement``, the graph cannot be read, or the folder cannot be written.
+        InputError: If the partitioner is unknown or cannot divide the graph, ``num_parts`` or ``num_hops`` does not fit
+            ``placement``, the graph cannot be read, or the folder cannot be written. If the folder holds another store
+            and ``overwrite`` is false, or something that is no store.
 
     Example:
         >>> data, notes = prepare(load_graph("sbm"))
@@ -200,7 +202,7 @@ def partition_graph(
 
 
 def default_partitioner(placement: str) -> str:
-    """Return the name of the partitioner that is used for a placement, if nobody names one."""
+    """Return the name of the default partitioner of a placement."""
     content = PLACEMENTS[placement]
     return "libra" if content.splits_nodes else "hash" if content.splits_features else "chunk"
 

@@ -38,7 +38,7 @@ class GraphBytes:
 
     @classmethod
     def of(cls, graph: WholeGraph) -> GraphBytes:
-        """Measure a graph as it will be stored; duplicate edges that will be merged count separately."""
+        """Compute the memory of a graph as the store will hold it; duplicate edges, to be merged, count separately."""
         fields = graph.fields.items()
         types = graph.dtypes
         width = {name: types[name].itemsize * math.prod(value.shape[1:]) for name, value in fields}
@@ -75,18 +75,18 @@ class GraphBytes:
 def surroundings(
     edges: EdgeStream, part: NDArray[Any], num_parts: int, num_hops: int, *, table_bytes: int = _TABLE_BYTES
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Count the rows (owned ones included) and edges of each part with its surroundings of ``num_hops >= 1`` hops.
+    """Count the rows (owned ones included) and edges of each part with the nodes within ``num_hops >= 1`` hops.
 
-    The counts are exact: a pass over the edges for each hop finds the rows, and one more counts the edges. Into
-    outermost rows, only edges from nearer rows and self-loops count (``Surroundings`` has no others).
+    The counts are exact: a pass over the edges for each hop finds the rows, and one more pass counts the edges. Of the
+    edges into the outermost rows, only edges from nearer rows and self-loops count (``Surroundings`` has no others).
 
     Args:
         edges: The graph.
         part: Owner of each node, integers of shape ``(N,)``.
         num_parts: Number of parts, P; both results are int64 of shape ``(P,)``.
         num_hops: Number of hops.
-        table_bytes: Memory for tables of ``2 N P`` bytes; if it is less, the stream is read for one group of parts at a
-            time.
+        table_bytes: Largest memory for tables of ``2 N P`` bytes. If the tables are larger, each pass over the stream
+            counts only some of the parts.
     """
     num_rows, num_edges = np.zeros((2, num_parts), dtype=np.int64)
     width = max(1, min(num_parts, table_bytes // max(2 * edges.num_nodes, 1)))
@@ -112,8 +112,8 @@ class DeviceMemory:
 
     Args:
         devices: Number of devices (q in the paper).
-        bytes: Memory of each (M).
-        reserve: Share of the memory that training needs for itself (T / M).
+        bytes: Memory of each device, in bytes (M).
+        reserve: Share of this memory that is kept free for training (T / M).
 
     Raises:
         InputError: If a number is out of range.
@@ -141,7 +141,7 @@ class DeviceMemory:
     def fewest(self, num_bytes: int, num_nodes: int) -> int:
         """Return the number of parts by the paper's rule: one for each device, or more if the graph needs more memory.
 
-        ``num_bytes`` are those of the graph and its features.
+        ``num_bytes`` is the size of the graph and its features.
 
         Raises:
             InputError: If there would be more parts than nodes.
@@ -157,19 +157,19 @@ class DeviceMemory:
         return num_parts
 
     def search(self, num_bytes: int, num_nodes: int, largest_of: Callable[[int], float]) -> int:
-        """Find the fewest parts of which the largest fits with its halo; each try partitions the graph.
+        """Find the smallest number of parts with which each part and its halo fit; each try partitions the graph.
 
-        The number grows from that of the paper's rule, at most twofold at a time, until the parts fit. Then the fewest
-        is found by bisection between the last two numbers. If the largest part does not shrink with each added part, a
-        smaller number that fits can be missed.
+        The search starts with the number by the paper's rule, and increases the number, at most twofold at a time,
+        until the parts fit. A bisection between the last two numbers then finds the smallest. The search can miss a
+        smaller number if the largest part does not shrink with each added part.
 
         Args:
             num_bytes: Bytes of the graph and its features.
             num_nodes: Number of nodes.
-            largest_of: Partitions into a number of parts and returns the bytes of the largest.
+            largest_of: Partitions the graph into a number of parts, and returns the bytes of the largest part.
 
         Raises:
-            InputError: If none fits: halos have stopped shrinking, or there would be more parts than nodes.
+            InputError: If no number fits: halos have stopped shrinking, or there would be more parts than nodes.
         """
         num_parts = self.fewest(num_bytes, num_nodes)
         largest = largest_of(num_parts)

@@ -21,19 +21,20 @@ _SHARE_OF_A_PART = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class SpringPartitioner(Partitioner):
-    """Clusters the stream, merges small clusters into larger ones next to them, and assigns these to parts.
+    """Clusters the nodes of a stream of edges, merges small clusters into adjacent ones, and assigns them to parts.
 
-    This is SPRING, the partitioner of CATGNN (Algorithm 1). Clustering is bounded by volume. Then each cluster, the
-    smallest first, joins the one that holds its members' neighbour of highest degree, if the result fits a part. Last,
-    they are assigned, the largest first, to the part with the fewest nodes. It takes two passes over the edges.
+    This is SPRING, the partitioner of CATGNN (Algorithm 1). First, nodes are clustered, with a limit on the volume of a
+    cluster, which is the sum of its nodes' degrees. Then each cluster, the smallest first, is merged into the cluster
+    that holds the neighbour of highest degree of its nodes, if the merged cluster fits a part. Last, each cluster, the
+    largest first, is assigned to the part with fewest nodes. The method takes two passes over the edges.
 
     Args:
-        volume: Largest volume (sum of degrees) of a cluster in the clustering, as a share of the sum of all degrees;
-            the paper does not give it. The default is 1 / (4 P), a quarter of a mean part's volume. With 1 / P, parts
-            get up to 2.5 times the mean; below the default, the replication factor no longer changes
+        volume: Largest volume (sum of degrees) of a cluster before merging, as a share of the sum of all degrees; the
+            paper states no value. The default is 1 / (4 P) for P parts, a quarter of a mean part's volume. With 1 / P,
+            parts get up to 2.5 times the mean; below the default, the replication factor no longer changes
             (``experiments/catgnn``).
-        balance: Most nodes of a merged cluster relative to the mean part; at least 1. Clusters that are larger already
-            are not split, and parts get whole clusters, so a part may have more nodes.
+        balance: Largest number of nodes in a merged cluster, relative to the mean part; at least 1. A part gets whole
+            clusters, and larger clusters are not split, so a part may have more nodes.
     """
 
     volume: float | None = None
@@ -66,7 +67,7 @@ class SpringPartitioner(Partitioner):
 
 
 def dealt(cluster: NDArray[np.int32], num_clusters: int, num_parts: int) -> NDArray[np.int32]:
-    """Assign clusters, the largest first, each to the part with the fewest nodes; then nodes without a cluster (-1).
+    """Assign clusters, the largest first, each to the part with fewest nodes; then nodes without a cluster (-1).
 
     ``cluster`` and the result, the part of each node, are int32 of shape ``(N,)``.
     """
@@ -81,7 +82,7 @@ def dealt(cluster: NDArray[np.int32], num_clusters: int, num_parts: int) -> NDAr
 
 
 def filled(counts: NDArray[np.int64], added: int) -> NDArray[np.int64]:
-    """Return the number of ``added`` nodes that each part gets if each node goes to the emptiest part."""
+    """Return the number of nodes that each part gets if ``added`` nodes go, one by one, to the emptiest part."""
     order = np.argsort(counts, kind="stable")
     level = counts[order]
     reached = np.cumsum(level)

@@ -1,4 +1,4 @@
-"""2PS-L: clusters the nodes, then assigns each edge to a part of its nodes' clusters, in linear time."""
+"""2PS-L: clusters the nodes, then assigns each edge to the part of a cluster of its nodes, in linear time."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ class TwoPSLPartitioner(BalancedEdgePartitioner):
     """Assigns each edge to one of the two parts that hold its nodes' clusters.
 
     2PS-L (Mayer et al., ICDE 2022) assigns clusters (:mod:`pygdist.partition.clustering`) to parts, the largest first,
-    each to the part of least volume. Edges whose clusters share a part go there, as long as there is room; for the
-    others both parts are scored by replicas, degrees and volumes, so the time does not grow with the number of parts.
-    If both are full, a hash of the end of higher degree decides; if that part is full too, the least loaded part is
-    taken. There are four passes: degrees, clusters, and two that place edges.
+    each to the part of least volume; a volume is a sum of degrees. If both clusters of an edge are in one part, the
+    edge goes to this part, as long as the part is not full. For other edges the method scores both parts by replicas,
+    degrees and volumes, so the time does not grow with the number of parts. If both parts are full, a hash of the end
+    of higher degree draws a part; if this part is full too, the part with fewest edges gets the edge. There are four
+    passes over the edges: one for degrees, one for clusters, and two that place edges.
 
     Args:
         seed: Seed of the hash, and of the draw of each node's owner.
-        balance: Most edges of a part relative to the mean; at least 1.
-        volume: Largest volume of a cluster relative to that of a part; at 0.5, clusters fill the parts evenly.
+        balance: Largest number of edges in a part, relative to the mean; at least 1.
+        volume: Largest volume (sum of degrees) of a cluster, relative to the mean volume of a part. At the default of
+            0.5, clusters fill the parts evenly.
     """
 
     volume: float = 0.5

@@ -1,8 +1,8 @@
 """Vertex-cuts: each edge is assigned to one part, and a node is in every part that has one of its edges.
 
-:class:`EdgePartitioner` is the base class of such methods. As in CATGNN (Sec. 3.2), one of the parts that hold a node,
-drawn by a hash, becomes its owner. Under the placement *edges* parts are written as they are; under the others, a part
-gets all in-edges of the nodes that it owns.
+:class:`EdgePartitioner` is the base class of such methods. As in CATGNN (Sec. 3.2), a hash draws the owner of a node
+among the parts that hold the node. With the placement *edges*, the store keeps each edge in the part of the
+vertex-cut. With other placements, a part gets all in-edges of the nodes that it owns.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ class VertexCut:
         return cls(num_parts=num_parts, replicas=replicas, num_edges=np.zeros(num_parts, dtype=np.int64))
 
     def native(self, capacity: int) -> NativePlacement:
-        """Describe it to the native library, which changes it in place; ``capacity`` is the most edges of a part."""
+        """Return the structure by which the native library changes this object; ``capacity`` limits a part's edges."""
         return NativePlacement(self.replicas.ctypes.data, self.num_edges.ctypes.data, self.num_parts, capacity)
 
     def placer(self, function: str, *arguments: Argument, adds: bool = False) -> PlaceEdges:
-        """Return a function that calls ``pygdist_<function>`` with a chunk, the arguments, and the array for its parts.
+        """Return a function ``(chunk, part)`` that calls ``pygdist_<function>`` with the chunk, the arguments and part.
 
-        With ``adds`` it then adds the edges, for library functions that do not.
+        With ``adds`` the returned function then adds the edges to this object, for library functions that do not.
         """
 
         def place(chunk: NDArray[np.int64], part: NDArray[np.int32]) -> None:
@@ -71,7 +71,7 @@ class VertexCut:
         return place
 
     def add(self, chunk: NDArray[np.int64], part: NDArray[np.int32]) -> None:
-        """Add edges that are placed: a chunk ``(2, k)`` and the part of each edge, int32 of shape ``(k,)``."""
+        """Add placed edges: a chunk ``(2, k)``, and the part of each edge, int32 of shape ``(k,)``."""
         if load() is not None:
             call("mark_replicas", chunk, self.native(0), part)
             return
@@ -94,7 +94,7 @@ class VertexCut:
         return total / max(len(self.replicas), 1)
 
     def owners(self, seed: int) -> NDArray[np.int32]:
-        """Choose each node's owner, int32 ``(N,)``: a part that holds it (any if none does), by a hash of its id."""
+        """Draw each node's owner, int32 ``(N,)``, by a hash of its id: a part with the node, or any if none has it."""
         owner = np.empty(len(self.replicas), dtype=np.int32)
         for start in range(0, len(owner), _NODES_AT_A_TIME):
             rows = self.replicas[start : start + _NODES_AT_A_TIME]
@@ -114,8 +114,8 @@ class VertexCut:
 class EdgePartitioner(Partitioner):
     """Assigns every edge to a part.
 
-    To write one, subclass this as :class:`~pygdist.partition.Partitioner`, with :meth:`placing` in place of ``assign``.
-    The result must not depend on how the stream is divided into chunks.
+    To write an edge partitioner, subclass this class like :class:`~pygdist.partition.Partitioner`, but write
+    :meth:`placing` instead of ``assign``. The result must not depend on the division of the stream into chunks.
 
     Example:
         >>> @dataclass(frozen=True, kw_only=True)
@@ -140,17 +140,20 @@ class EdgePartitioner(Partitioner):
 
     @abstractmethod
     def placing(self, edges: EdgeStream, cut: VertexCut) -> PlaceEdges:
-        """Return a function that places the edges chunk by chunk, and adds each to ``cut`` (:meth:`VertexCut.add`).
+        """Return a function ``(chunk, part)`` that writes the part of each edge of a chunk into ``part``.
 
-        The edges may be read in any number of passes before the one that places.
+        The function must also add the placed edges to ``cut`` (:meth:`VertexCut.add`). ``placing`` itself may read the
+        edges in any number of passes.
         """
 
     def cut(self, edges: EdgeStream, num_parts: int, part: NDArray[Any] | None = None) -> VertexCut:
-        """Place all edges; ``part``, ``(E,)``, receives the part of each edge, and may be memory-mapped.
+        """Place all edges, and return the vertex-cut; ``part``, ``(E,)``, receives the part of each edge.
+
+        ``part`` may be memory-mapped.
 
         Raises:
             InputError: If the graph cannot be divided into so many parts, or the method needs the native library and
-                there is none.
+                this library is missing.
         """
         check_num_parts(edges.num_nodes, num_parts)
         cut = VertexCut.empty(edges.num_nodes, num_parts)
@@ -180,10 +183,10 @@ class EdgePartitioner(Partitioner):
 
 @dataclass(frozen=True, kw_only=True)
 class BalancedEdgePartitioner(EdgePartitioner):
-    """An edge partitioner that fills no part beyond a bound.
+    """An edge partitioner with a limit on the edges of a part.
 
     Args:
-        balance: Most edges of a part relative to the mean; at least 1.
+        balance: Largest number of edges in a part, relative to the mean; at least 1.
     """
 
     balance: float = 1.05
@@ -194,10 +197,10 @@ class BalancedEdgePartitioner(EdgePartitioner):
         check_number(self, "balance", 1)
 
     def capacity(self, edges: EdgeStream, num_parts: int) -> int:
-        """Return the most edges of a part."""
+        """Return the largest number of edges that a part may get."""
         return max(min(math.ceil(self.balance * edges.num_edges / num_parts), edges.num_edges), 1)
 
 
 def edge_partitioner_names() -> list[str]:
-    """Return the registered names of methods that assign edges to parts, sorted."""
+    """Return the registered names of the partitioners that assign edges to parts, sorted."""
     return [name for name in partitioners if issubclass(partitioners[name], EdgePartitioner)]

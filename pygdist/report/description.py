@@ -69,11 +69,11 @@ class Published:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """A description.
+    """The description of an experiment.
 
     Attributes:
         paper: Section of the page: a paper, or a part of the project.
-        first: Its section opens the page; others follow by name.
+        first: True if this section opens the page; other sections follow by name.
         figure: Figure or table of the paper.
         claim: Claim of the paper or of the design.
         differs: Differences between the paper's setup and ours.

@@ -36,7 +36,7 @@ _MOST_NAMES = 4  # so many leading columns name the setting of a timeline
 
 @dataclass(frozen=True)
 class Report:
-    """A page, and the numbers of experiments, tables and plots on it."""
+    """A page of results, with the numbers of its experiments, tables and plots."""
 
     html: str
     experiments: int
@@ -177,7 +177,8 @@ def _entry(outcome: Outcome, results: Results, figures: list[Figure]) -> _Entry:
 
 def _means(outcome: Outcome, rows: Sequence[Row], mean: Mean) -> _Shown:
     """Return the table of means. It has no commands, since a command makes a single run."""
-    means, spreads = averaged(mean, outcome.table, rows, KEPT_APART | MACHINE)
+    apart = (KEPT_APART | MACHINE) - set(outcome.experiment.table if outcome.experiment else ())
+    means, spreads = averaged(mean, outcome.table, rows, apart)
     main = [name for name in main_columns(outcome.columns, rows, outcome.experiment) if name not in mean.over]
     shown = replace(outcome.experiment, table=(*main, RUNS), again="")
     columns = [*(name for name in outcome.columns if name not in mean.over), RUNS]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -108,16 +109,23 @@ def rerun_command(experiment: Experiment, row: Row) -> str:
         pieces = list(Formatter().parse(experiment.again))
     except ValueError as error:
         raise InputError(f"{experiment.path}: again: {error}") from error
-    words = ""
+    words = quote = ""
     for literal, name, _, conversion in pieces:
-        words += literal
+        words, quote = words + literal, _open_quote(quote, literal)
         if name is None:
             continue
         if name not in row:
             raise InputError(f"{experiment.path}: again: there is no column '{name}'; the columns are {', '.join(row)}")
-        plain = conversion == "s" or words.endswith(("'", '"')) or experiment.again == f"{{{name}}}"
+        plain = conversion == "s" or quote or experiment.again == f"{{{name}}}"
         words += row[name] if plain else shlex.quote(_whole(row[name]))
     return words
+
+
+def _open_quote(quote: str, text: str) -> str:
+    """Return the quotation mark that is open after ``text``, if ``quote`` is before it."""
+    for mark in re.findall("['\"]", text):
+        quote = mark if not quote else "" if mark == quote else quote
+    return quote
 
 
 def _whole(text: str) -> str:

@@ -1,9 +1,7 @@
-"""Ranks agree that they run the same model in the same way: one small exchange for each pass.
+"""Ranks agree that they run the same model in the same way: a small exchange for each pass, and for each layer.
 
 Modes, frozen parameters and the kinds of inputs decide which exchanges a pass and its backward pass make. A script, or
-a model that looks at its rows, may set them on one rank alone. The arguments of each layer are compared by an exchange.
-On GPUs the first passes make this exchange; later passes add the arguments to the checksum of calls, which the next
-pass compares.
+a model that looks at its rows, may set them on one rank alone. The arguments of a layer are compared when it runs.
 """
 
 from __future__ import annotations
@@ -25,13 +23,13 @@ from pygdist.backends.base import Backend
 from pygdist.comm import Communicator, PartCommunicator
 from pygdist.comm.derivatives import TRANSFORMED, is_transformed
 from pygdist.errors import InputError
-from pygdist.hops.arguments import mapped, named_values
+from pygdist.graph import Adjacency
+from pygdist.hops.arguments import edges_among, mapped, named_values
 from pygdist.hops.layer import layer_name, own_class
 
 _PLAIN = (bool, int, float, str, type(None))
 _WHOLE = ("int", "uint", "bool")
 _MOST_NAMES = 4
-_FIRST_PASSES = 3  # the second may know what the first one kept, the third what stays
 
 
 def move(backend: Backend, at: str, module: nn.Module) -> None:
@@ -57,8 +55,7 @@ def agree_on_layer(
     which exchanges the layer makes.
 
     Returns:
-        The arguments; where they are compared, tensors that get a gradient on any rank ask for one on all, so that all
-        run the backward pass.
+        The arguments; tensors that get a gradient on any rank ask for one on all, so that all run the backward pass.
 
     Raises:
         InputError: On all ranks, if types, dtypes or widths differ.
@@ -71,9 +68,6 @@ def agree_on_layer(
     tensors = [value for _, value in values if isinstance(value, Tensor) and not isinstance(value, EdgeIndex)]
     # a bit for each, without gradients too: results for such rows are not kept
     graded = sum(value.requires_grad << place for place, value in enumerate(tensors))
-    if backend.communicator.is_nccl and backend.kept.passes > _FIRST_PASSES:  # the exchange waits for the device
-        backend.note(f"{layer_name(layer)} {kinds} {graded}")
-        return args, kwargs
     ranks = backend.over_ranks([float(zlib.crc32(repr(kinds).encode())), float(graded)])
     if bool((ranks == ranks[0]).all()):
         return args, kwargs
@@ -106,12 +100,28 @@ def agree_on_pass(model: nn.Module, backend: Backend, args: tuple[Any, ...], kwa
     """
     if is_transformed():
         raise InputError(TRANSFORMED)
-    backend.kept.passes += not _runs_alone(backend)  # a rank that plans by itself may try the model more often
     move(backend, "at the start", model)
     inputs = _inputs(model, args, kwargs)
     if not _runs_alone(backend):
-        _compare(model, backend.communicator, [_mode(model), _frozen(model), inputs])
+        mine = all(_is_of(one, backend.shard.adjacency) for one in edges_among(model.forward, args, kwargs))
+        edges = _Fact(f"gets the edges of {'its' if mine else 'another'} graph", ())
+        _compare(model, backend.communicator, [_mode(model), _frozen(model), inputs, edges])
+        if not mine:
+            raise InputError(
+                f"{own_class(model).__name__} gets the edges of another graph than the one that its backend was bound "
+                "to, of which alone the ranks know which rows to exchange; distribute a copy of the model on the other "
+                "graph"
+            )
     return inputs.names
+
+
+def _is_of(edges: Adjacency, graph: Adjacency) -> bool:
+    """True for the graph's edges, with whatever weights, and for a copy of them."""
+    ours, theirs = graph.csr(), edges.csr()
+    if theirs is ours:
+        return True
+    alike = theirs.num_cols == ours.num_cols and theirs.index.device == ours.index.device
+    return alike and torch.equal(theirs.indptr, ours.indptr) and torch.equal(theirs.index, ours.index)
 
 
 def agree_on_model(model: nn.Module, ranks: Communicator) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from pygdist.errors import InputError, LostRankError, RefusedError, UnequalRanks
 from pygdist.graph import Adjacency, Shard
 from pygdist.graph.check import EDGE_FIELDS
 from pygdist.hops.arguments import edges_among, tensors_of
+from pygdist.hops.draws import without_dropout
 from pygdist.hops.layer import own_class
 from pygdist.hops.untouched import IrreversibleError, untouched
 from pygdist.hops.user_code import in_one_line, place_of
@@ -56,7 +58,6 @@ from pygdist.routing.runs import (
     numbers_apart,
     run_parts,
     run_whole,
-    without_dropout,
 )
 from pygdist.routing.values_of_edges import refuse_values_of_edges
 
@@ -64,6 +65,7 @@ _MOST_NAMES = 4
 _MOST_BYTES = 64 * 2**20  # of a model's tensors, of which there are about ten copies meanwhile
 #: Rounding stays below a thousandth of these; wrong numbers that were seen are 2e-3 and more.
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 5e-4}
+_OTHER_DRAWS = "draws other random numbers each time (of random, NumPy, or a rare distribution of torch)"
 _PLAIN = (bool, int, float, str, type(None))
 _SWITCH = "distribute(..., check=False), or --model.check=false, trains nevertheless"
 
@@ -193,7 +195,7 @@ class _Check:
         small = Miniature.of(self.call, self.backend.shard, self.communicator, self.num_parts)
         with self._agreed():
             plain = _plain_copy(self.call.model, self.ways)
-            setting, whole = _comparable(plain, small, of_parts=self.backend.abilities.trains_parts)
+            setting, whole, alone = _comparable(plain, small, of_parts=self.backend.abilities.trains_parts)
         self._check_parameters()
         for path, reason in whole.other_edges.items():
             layer = own_class(plain.get_submodule(path)).__name__
@@ -221,7 +223,7 @@ class _Check:
             cause = OF_GRADIENTS if of_gradients else cause_of(plain, small, setting, tolerance)
             raise self._refused(place, max(worst), cause)
         apart_numbers = [numbers_apart(part, whole) for _, part in runs]
-        return self._note_on_numbers(whole, apart_numbers, tolerance, of_rank) or note
+        return ". ".join(filter(None, [self._note_on_numbers(whole, apart_numbers, tolerance, of_rank), note, alone]))
 
     def _check_decisions(self, found: Finding) -> str:
         """Refuse a model that decides by rows, on all ranks; return a note on what could not be tried."""
@@ -374,29 +376,38 @@ def _plain_copy(model: nn.Module, ways: Ways) -> nn.Module:
         raise NotComparableError(f"it cannot be copied: {in_one_line(error)}") from error
 
 
-def _comparable(plain: nn.Module, small: Miniature, *, of_parts: bool) -> tuple[Setting, Run]:
-    """Return settings in which the model gives the same numbers each time, and its results.
+def _comparable(plain: nn.Module, small: Miniature, *, of_parts: bool) -> tuple[Setting, Run, str]:
+    """Return settings in which the model gives the same numbers each time, its results, and a note on what is left out.
 
     Parts that train by themselves (``of_parts``) have norms with statistics of their own, and no rank compares calls.
     """
     mistake: Exception | None = None
-    for dtype, trains in ((dtype, trains) for dtype in _TOLERANCE for trains in (True, False)):
-        setting = Setting(dtype=dtype, trains=trains, without_norms=of_parts, traced=of_parts)
-        try:
-            run = run_whole(plain, small, setting)
-            again = run_whole(plain, small, replace(setting, seed=setting.seed + 1))
-        except Exception as error:  # whatever a model says in a type, or of a graph, that it does not take
-            mistake = mistake or error
-            continue
-        if run.other_edges:  # refused, whatever comes out
-            return setting, run
-        if all(difference(again.outputs[name], one) <= _TOLERANCE[dtype] for name, one in run.outputs.items()):
-            run.check_comparable(small)
-            return setting, run
-        mistake = None
-    if mistake is None:
-        raise NotComparableError("it draws random numbers in evaluation too")
-    raise NotComparableError(f"there it ends with {in_one_line(mistake)}") from mistake
+    note = reason = ""
+    for trains in (True, False):
+        draws = False
+        for dtype, constant in itertools.product(_TOLERANCE, (False, True)):
+            if constant and not draws:
+                continue
+            setting = Setting(
+                dtype=dtype, trains=trains, constant_draws=constant, without_norms=of_parts, traced=of_parts
+            )
+            try:
+                run = run_whole(plain, small, setting)
+                again = run_whole(plain, small, replace(setting, seed=setting.seed + 1))
+            except Exception as error:  # whatever a model says in a type, or of a graph, that it does not take
+                mistake = mistake or error
+                continue
+            if run.other_edges:  # refused, whatever comes out
+                return setting, run, note
+            if all(difference(again.outputs[name], one) <= _TOLERANCE[dtype] for name, one in run.outputs.items()):
+                run.check_comparable(small)
+                return setting, run, note
+            draws = True
+        mistake = None if draws else mistake
+        reason = f"ends with {in_one_line(mistake)}" if mistake else _OTHER_DRAWS
+        model = own_class(plain).__name__
+        note = f"{model} was compared with one process on a small graph in evaluation alone: training {reason}"
+    raise NotComparableError(f"there it {reason}") from mistake
 
 
 def _is_of_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shard: Shard) -> bool:

@@ -83,20 +83,23 @@ def distribute(model: nn.Module, *, backend: Backend, savings: Savings | None = 
 
     Args:
         model: Any module that contains PyG layers. Parameters and ``state_dict`` keys do not change.
-        backend: Brings the neighbours' rows; bound to a shard before the first forward pass.
+        backend: Brings the neighbours' rows. Bind the backend to a shard before the first forward pass.
         savings: Shortcuts to take. All are on by default.
-        check: Before the first pass, compare the model with one process on a small graph
-            (:mod:`pygdist.routing.check`); the pass raises an ``InputError`` on all ranks if a number differs.
+        check: On several ranks, or with ``replica``, compare the model with one process on a small graph
+            (:mod:`pygdist.routing.check`) before the first pass, and before the first pass with each new form of
+            arguments. If a number differs, the pass raises an ``InputError`` on all ranks.
 
     Returns:
         ``model`` itself. Call it as ``model(shard.x, shard.adjacency)`` with the rank's own rows.
 
     Raises:
-        InputError: If the model is distributed already, or holds layers that cannot be: the message names all of them,
-            each with the reason.
+        InputError: If ``model`` is not a module or is distributed already; if layers cannot be distributed (the message
+            names all these layers, each with the reason); or if the backend runs another model with other ``savings``.
 
     Example:
-        >>> model = distribute(GCN(16, 32, num_layers=2, out_channels=7), backend=CommBackend())
+        >>> backend = CommBackend()
+        >>> backend.bind(shard, communicator)
+        >>> model = distribute(GCN(16, 32, num_layers=2, out_channels=7), backend=backend)
         >>> out = model(shard.x, shard.adjacency)  # one row per owned node
     """
     _refuse_twice(model, backend)
@@ -198,7 +201,7 @@ def with_hooks(model: nn.Module, *hooks: Removable) -> nn.Module:
 
 
 def undistribute(model: nn.Module) -> nn.Module:
-    """Give every layer of ``model`` its own class back, in place; the inverse of :func:`distribute`."""
+    """Give every layer of ``model`` its own class back, in place. This undoes :func:`distribute` and ``accelerate``."""
     for hook in model.__dict__.pop(_HOOK, ()):
         if hook is not None:  # in a copy of the model
             hook.remove()

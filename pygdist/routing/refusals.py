@@ -48,7 +48,7 @@ REFUSED_LAYERS: dict[str, str] = {
         "draws numbers for each node, and averages its losses over the nodes of one rank; train its encoder with "
         "pygdist's LinkPredictor"
     ),
-    "WLConv": "numbers the colours that occur in the whole graph inside the layer",
+    "WLConv": "gives each colour of the whole graph a number, inside the layer",
     "XConv": "builds its edges inside the layer from a search over all nodes",
 }
 

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch_geometric.nn import MessagePassing
 
 from pygdist.backends.base import Backend
 from pygdist.comm import Communicator
 from pygdist.graph import Shard
 from pygdist.hops.arguments import copied, tensors_of
+from pygdist.hops.draws import ConstantDraws, pass_on
 from pygdist.hops.untouched import IrreversibleError, Snapshot
 from pygdist.nn.aggregation import pads
 from pygdist.nn.norms import GLOBAL_NORMS
@@ -39,7 +41,8 @@ class Setting:
 
     Attributes:
         dtype: The type of all numbers.
-        trains: Run in training mode too. A model that draws random numbers there can be compared in evaluation alone.
+        trains: Run in training mode too. A model that draws by NumPy there, say, can be compared in evaluation alone.
+        constant_draws: Make random numbers that torch draws constants, the same on any number of ranks.
         traced: Note what each module puts out.
         without_norms: Norms over nodes pass their input on, and aggregations pad to one length.
         seed: Seed of the random generators.
@@ -47,6 +50,7 @@ class Setting:
 
     dtype: torch.dtype = torch.float64
     trains: bool = True
+    constant_draws: bool = False
     traced: bool = False
     without_norms: bool = False
     seed: int = _SEED
@@ -97,13 +101,17 @@ def run_whole(model: nn.Module, small: Miniature, setting: Setting) -> Run:
         if reason := reason_against(layer, given, small.graph.edge_index, small.num_nodes):
             run.other_edges.setdefault(path, reason)
 
-    with _outside_as_before(model):
+    with _outside_as_before(model), _draws(setting):
         copied_model = _prepared(model, setting)
         for path, module in copied_model.named_modules():
             if isinstance(module, MessagePassing):
                 module.register_propagate_forward_pre_hook(partial(note, path))
         _pass_by(copied_model, small, None, None, run, setting)
     return run
+
+
+def _draws(setting: Setting) -> contextlib.AbstractContextManager[object]:
+    return ConstantDraws() if setting.constant_draws else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -145,7 +153,7 @@ def run_parts(
     for shard in small.shards(parts, setting.dtype, backend.abilities):
         backend.bind(shard, communicator)
         try:
-            with _outside_as_before(model):
+            with _outside_as_before(model), _draws(setting):
                 run, placed = Run(), route(_prepared(model, setting), backend)
                 _pass_by(placed, small, shard, whole, run, setting, backend)
             runs.append((shard, run))
@@ -167,14 +175,10 @@ def _prepared(model: nn.Module, setting: Setting) -> nn.Module:
     model.zero_grad(set_to_none=True)
     for module in model.modules():
         if setting.without_norms and any(cls in GLOBAL_NORMS for cls in type(module).__mro__):
-            module.forward = _pass_on
+            module.forward = pass_on
         elif setting.without_norms and pads(type(module)):
             module.forward = partial(type(module).forward, module, max_num_elements=_LONGEST)
     return model
-
-
-def _pass_on(x: Tensor, *_: Any, **__: Any) -> Tensor:
-    return x
 
 
 def _pass_by(
@@ -189,6 +193,8 @@ def _pass_by(
     """Make the passes of a run on the whole graph, or on a part by a backend, and note their results."""
     given = small.whole(setting.dtype) if shard is None else small.part(shard, setting.dtype)
     torch.manual_seed(setting.seed)
+    random.seed(setting.seed)
+    np.random.seed(setting.seed)  # noqa: NPY002 (the global one is what a model may use)
     for number, training in enumerate((setting.trains, setting.trains, False)):
         run.num_hops.append(0)
         args, kwargs = copied(model.forward, *given)
@@ -344,18 +350,3 @@ def difference(ours: Tensor | None, theirs: Tensor, scale: float = 0.0) -> float
     apart = torch.where((ours == theirs) | (ours.isnan() & theirs.isnan()), 0.0, (ours - theirs).abs())
     absolute, largest = float(apart.max()), float(theirs.nan_to_num(0.0, 0.0, 0.0).abs().max())
     return float("inf") if absolute != absolute else absolute / max(largest, scale, _FLOOR)
-
-
-@contextlib.contextmanager
-def without_dropout() -> Iterator[None]:
-    """Switch off all kinds of torch's dropout, as the numbers that they draw depend on the number of ranks."""
-    kinds = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout")
-    places: list[tuple[Any, str]] = [(torch, "dropout"), *((functional, kind) for kind in kinds)]
-    usual = [getattr(*place) for place in places]
-    for module, name in places:
-        setattr(module, name, _pass_on)
-    try:
-        yield
-    finally:
-        for (module, name), function in zip(places, usual, strict=True):
-            setattr(module, name, function)

@@ -32,16 +32,17 @@ _EDGE_FIELDS = (*EDGE_FIELDS, "edge_norm")
 class BatchLoader:
     """The mini-batches of an epoch, from :meth:`MiniBatches.loader`; call :meth:`set_epoch`, then iterate once.
 
-    Batches depend on the seed and the epoch alone (with ``library="pyg"`` also on the number of workers). They neither
-    use nor change torch's random state. Workers send nodes and edges; the main process adds the rows, which are much
-    larger: with a worker that sent 128 features per node, an epoch took five times as long as without workers.
+    Batches depend on the seed and the epoch alone (with ``library="pyg"`` also on the number of workers). Sampling
+    neither uses nor changes torch's random state. Workers send nodes and edges to the main process, which adds the rows
+    of nodes. Rows are much larger: with a worker that sent 128 features per node, an epoch took five times as long as
+    without workers.
     """
 
     def __init__(self, part: Data, batches: Batches, epoch: SharedEpoch) -> None:
         self._part, self._batches, self._epoch = part, batches, epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Make later iterations draw the batches of this epoch; without a call it is epoch 0."""
+        """Make later iterations draw the batches of this epoch; before the first call the epoch is 0."""
         self._epoch.number = epoch
 
     def __len__(self) -> int:
@@ -60,29 +61,32 @@ class Batches(Sized, Iterable[Data], Protocol):
 class MiniBatches(ABC):
     """Divides one part of a graph into mini-batches.
 
-    To write a sampler, subclass this and write :meth:`loader`, and :meth:`precompute` if it needs a long preparation of
-    the part. A batch is a PyG ``Data`` with
+    To write a sampler, subclass this class and write :meth:`loader`. Write :meth:`precompute` too, if a part needs a
+    long preparation. A batch is a PyG ``Data`` with
 
-    - ``n_id``: its nodes, as rows of the part; ``x`` and ``y`` of these
-    - ``edge_index``: its edges, as positions in ``n_id``; ``e_id``: their positions in the caller's order of edges; and
-      their ``edge_weight``, ``edge_attr`` and ``edge_type``
+    - ``n_id``: the batch's nodes, as rows of the part; ``x`` and ``y`` of these nodes
+    - ``edge_index``: the batch's edges, as positions in ``n_id``; ``e_id``: positions of these edges in the caller's
+      order of edges; and ``edge_weight``, ``edge_attr`` and ``edge_type`` of these edges
     - ``train_mask``: the rows whose loss counts
     - optionally ``node_norm``, a weight for each row's loss, and ``edge_norm``, a weight for each edge in the
       aggregation, with ``in_degree``, the number of edges into each row in the whole part
     - for sampled neighbourhoods ``batch_size``, the number of seeds, which are the first rows, and PyG's
       ``num_sampled_nodes`` and ``num_sampled_edges``, by hop
 
+    Batches :meth:`across_ranks` differ: ``n_id`` and ``e_id`` are ids in the whole graph, there is no
+    ``train_mask``, and ``y`` is there for seeds that are training nodes only.
+
     Attributes:
-        of_edges: True if a batch has pairs of nodes to learn, in place of nodes.
+        of_edges: True if a batch has pairs of nodes to learn, False if it has nodes.
     """
 
     of_edges: ClassVar[bool] = False
 
     def precompute(self, part: Data, csr: CSR, *, seed: int) -> dict[str, Tensor]:
-        """Compute fields of a part that take long and are the same in every epoch; none by default.
+        """Compute fields of a part that take long and are the same in every epoch; by default there are none.
 
-        If several parts take turns in memory, the caller stores these fields and adds them to ``part`` when it comes
-        again: :meth:`loader` then uses them instead of computing them. Arguments and errors are those of
+        If several parts take turns in memory, the caller stores these fields and adds the fields to ``part`` when the
+        part is open again. :meth:`loader` then does not compute the fields. Arguments and errors are those of
         :meth:`loader`.
 
         Returns:
@@ -96,7 +100,7 @@ class MiniBatches(ABC):
         Args:
             shard: This rank's part of the graph, on the CPU.
             fields: Fetches the fields of nodes and edges.
-            communicator: The ranks, for exchanges of the thread that iterates.
+            communicator: The ranks; for exchanges of the thread that iterates over the batches.
             seed: Seed of all random numbers.
 
         Raises:
@@ -112,15 +116,15 @@ class MiniBatches(ABC):
         """Return the mini-batches of a part; none if it has no training node.
 
         Args:
-            part: Owned rows, then copies of others' rows: ``x`` :math:`(n, F)`, ``train_mask`` :math:`(n)` bool (true
-                on owned training nodes only), and optionally ``y`` :math:`(n)` or :math:`(n, C)`, edge inputs
+            part: Owned rows, then copies of other ranks' rows: ``x`` :math:`(n, F)`, ``train_mask`` :math:`(n)` bool
+                (true on owned training nodes only), and optionally ``y`` :math:`(n)` or :math:`(n, C)`, values of edges
                 :math:`(E, ...)` in the caller's order of edges, and the fields of :meth:`precompute`.
-            csr: In-edges of these rows, as many rows as columns, on the CPU.
+            csr: In-edges of the rows of ``part``, a square matrix on the CPU.
             seed: Seed of all random numbers.
             num_workers: Processes that make batches ahead; 0 makes each batch when it is needed.
 
         Raises:
-            InputError: If part and matrix do not fit, or a library is not installed.
+            InputError: If ``part`` and ``csr`` do not fit each other, or a library is not installed.
         """
 
 

@@ -22,16 +22,16 @@ from pygdist.sampler.epoch import SharedEpoch
 
 
 class ClusterBatches(MiniBatches):
-    """Batches of several clusters, drawn anew in each epoch, with all edges among their nodes (Cluster-GCN, Sec. 3.2).
+    """Batches of random clusters of nodes, with all edges among the nodes of a batch (Cluster-GCN, Sec. 3.2).
 
-    Every training node is in one batch of an epoch. Clusters without training nodes are not drawn. PyG's
-    ``ClusterData`` does the same with pyg-lib or torch_sparse, which are not needed here.
+    Each epoch draws other groups of clusters. Every training node is in one batch of an epoch. Clusters without
+    training nodes are not drawn. Unlike PyG's ``ClusterData``, this class needs neither pyg-lib nor torch_sparse.
 
     Args:
-        num_clusters: Clusters of the part; with fewer rows, one for each row.
-        clusters_per_batch: Clusters in a batch; the last batch of an epoch may have fewer.
+        num_clusters: Number of clusters into which a part is divided, at most one for each row of the part.
+        clusters_per_batch: Number of clusters in a batch; the last batch of an epoch may have fewer.
         partitioner: The partitioner that makes the clusters, by name or as an object.
-        partitioner_args: Arguments of the partitioner.
+        partitioner_args: Arguments of the partitioner, if the partitioner is given by name.
 
     Raises:
         InputError: If a number is below 1, or there is no such partitioner.
@@ -53,7 +53,7 @@ class ClusterBatches(MiniBatches):
 
     @override
     def precompute(self, part: Data, csr: CSR, *, seed: int) -> dict[str, Tensor]:
-        """See :meth:`MiniBatches.precompute`; computes the ``cluster`` of each row."""
+        """Compute the ``cluster`` of each row; see :meth:`MiniBatches.precompute`."""
         _native.require("ClusterBatches", csr)
         if not check_part(part, csr).numel():
             return {}
@@ -62,7 +62,7 @@ class ClusterBatches(MiniBatches):
 
     @override
     def loader(self, part: Data, csr: CSR, *, seed: int, num_workers: int = 0) -> BatchLoader:
-        """See :meth:`MiniBatches.loader`; ``part`` may have a ``cluster`` for each row, from 0."""
+        """See :meth:`MiniBatches.loader`; uses ``part.cluster``, a number from 0 for each row, if the part has it."""
         _native.require("ClusterBatches", csr)
         seeds, epoch = check_part(part, csr), SharedEpoch()
         if not seeds.numel():

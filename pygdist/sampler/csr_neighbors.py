@@ -23,26 +23,26 @@ from pygdist.sampler.epoch import SharedEpoch
 class CSRNeighborSampler(BaseSampler):
     r"""Samples in-neighbours hop by hop, uniformly (GraphSAGE, Hamilton et al. 2017; CATGNN, Sec. 3.3).
 
-    Every node is expanded once, in the hop after the one that reached it, as in PyG's sampler with
-    ``subgraph_type="directional"``. A batch depends on ``seed``, the epoch and its own seed nodes, in their order, but
-    not on workers, threads or torch's random state. One thread samples it; ranks and a loader's workers run in
-    parallel. Besides the graph, which workers share, a batch takes 24 bytes for each sampled edge and up to 40 for each
-    node that may be reached.
+    Every node is expanded once, in the hop after the hop that reached the node, as in PyG's sampler with
+    ``subgraph_type="directional"``. A batch depends on ``seed``, the epoch and the seed nodes, in their order, but
+    not on workers, threads or torch's random state. One thread samples a batch; ranks and a loader's workers run in
+    parallel. A batch takes 24 bytes for each sampled edge and up to 40 bytes for each node that may be reached. Workers
+    share the graph.
 
     Args:
-        csr: In-edges: rows are destinations, ``index`` their sources; as many rows as columns, on the CPU.
-        num_neighbors: Most edges into a node, for each hop; -1 takes all.
-        replace: Draw with replacement: a node with any in-edge then gets exactly that number.
+        csr: In-edges: rows are destinations, ``index`` holds sources; a square matrix on the CPU.
+        num_neighbors: For each hop, the largest number of sampled edges into a node; -1 takes all edges.
+        replace: Draw with replacement: a node with at least one in-edge then gets exactly ``num_neighbors`` edges.
         seed: Seed of the random numbers.
 
     Shapes:
-        The result has ``node`` :math:`(n)`, the seeds first, then in the order in which they are reached; ``row``
-        (sources), ``col`` (destinations, ascending) and ``edge`` :math:`(e)`; all int64. ``edge`` is the position of
-        the edge in the caller's order (``csr.perm``).
+        The result has ``node`` :math:`(n)` int64, and ``row`` (sources), ``col`` (destinations, ascending) and
+        ``edge``, all :math:`(e)` and int64. ``node`` holds the seeds, then other nodes in the order in which they are
+        reached. ``edge`` is the position of the edge in the caller's order (``csr.perm``).
 
     Raises:
-        InputError: If a fan-out is 0 or below -1, there is none, the native library is missing, or it does not take the
-            matrix; on sampling, if seeds repeat, are out of range or have times.
+        InputError: If ``num_neighbors`` is empty or holds 0 or a number below -1, the native library is missing, or the
+            library does not take the matrix; on sampling, if seeds repeat, are out of range or have times.
 
     Example:
         >>> sampler = CSRNeighborSampler(csr, [25, 10], seed=1)
@@ -58,7 +58,7 @@ class CSRNeighborSampler(BaseSampler):
         self.epoch = SharedEpoch()
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw the neighbours of this epoch from now on, in running workers too; without a call it is epoch 0."""
+        """Draw the neighbours of this epoch from now on, in running workers too; the epoch is 0 at first."""
         self.epoch.number = epoch
 
     @override
@@ -72,7 +72,7 @@ class CSRNeighborSampler(BaseSampler):
 
     @override
     def sample_from_edges(self, index: EdgeSamplerInput, neg_sampling: NegativeSampling | None = None) -> SamplerOutput:
-        """Sample the neighbourhood of both ends of edges; PyG draws the negative edges, from torch's random state."""
+        """Sample the neighbourhood of both ends of edges; PyG draws negative edges, from torch's random state."""
         if index.time is not None:
             raise InputError("CSRNeighborSampler does not sample by time: leave edge_label_time out")
         out: SamplerOutput = edge_sample(index, self._sample, self.csr.num_rows, False, None, neg_sampling)

@@ -24,18 +24,20 @@ from pygdist.sampler.steps import Fields, Steps
 
 
 class EdgeBatches(MiniBatches):
-    """Edges in batches, each edge with negative pairs, and the sampled neighbourhoods of all their ends.
+    """Batches of edges and negative pairs, with the sampled neighbourhoods of all their ends.
 
-    For :class:`~pygdist.lightning.LinkPredictor` and backends that sample across ranks. Every edge but self-loops is in
-    one batch of each epoch, on the rank that owns its target. Negative pairs have the edge's target and a random
-    source, and are no edges; they are the same on any number of ranks.
+    For :class:`~pygdist.lightning.LinkPredictor` and backends that sample across ranks (``pull``, ``pushpull``). Every
+    edge except self-loops is in one batch of each epoch, on the rank that owns the edge's target. A negative pair has
+    the edge's target and a random source that has no edge to this target. Negative pairs are the same on any number of
+    ranks.
 
     Args:
-        fan_out: Most edges into a node, for each hop (each layer of the model); -1 takes all.
-        batch_size: Most edges in a batch; the batches of an epoch are about equal.
-        negatives: Negative pairs for each edge.
+        fan_out: For each hop (each layer of the model), the largest number of sampled edges into a node; -1 takes all
+            edges.
+        batch_size: Largest number of edges in a batch; the batches of an epoch have about equal sizes.
+        negatives: Number of negative pairs for each edge.
         replace: Draw neighbours with replacement.
-        shuffle: Group the edges anew in each epoch.
+        shuffle: Group the edges into other batches in each epoch.
 
     Raises:
         InputError: If a number is out of range.

@@ -30,17 +30,19 @@ Library = Literal["auto", "native", "pyg"]
 
 
 class NeighborBatches(MiniBatches):
-    """Training nodes in batches, each with neighbours sampled hop by hop; every training node once an epoch.
+    """Batches of training nodes with neighbours sampled hop by hop; each training node is in one batch of an epoch.
 
     Args:
-        fan_out: Most edges into a node, for each hop (each layer of the model); -1 takes all.
-        batch_size: Training nodes in a batch; the last batch of an epoch may have fewer. Across ranks, the batches of
-            an epoch are about equal, at most ``batch_size``.
+        fan_out: For each hop (each layer of the model), the largest number of sampled edges into a node; -1 takes all
+            edges.
+        batch_size: Number of training nodes in a batch; the last batch of an epoch may have fewer. Across ranks,
+            batches have about equal sizes, at most ``batch_size``.
         replace: Draw neighbours with replacement.
-        shuffle: Group the training nodes anew in each epoch.
-        library: ``native`` samples by :class:`CSRNeighborSampler`. ``pyg`` samples by PyG's ``NeighborSampler``, which
-            needs pyg-lib or torch_sparse, holds a copy of the edges in 16 bytes each, and draws from its own random
-            states, so neighbours depend on the number of workers. ``auto`` is ``native`` if it was built.
+        shuffle: Group the training nodes into other batches in each epoch.
+        library: ``native`` samples with :class:`CSRNeighborSampler`. ``pyg`` samples with PyG's ``NeighborSampler``,
+            which needs pyg-lib or torch_sparse and copies the edges (16 bytes each); its random numbers, so also the
+            neighbours, depend on the number of workers. ``auto`` takes ``native`` if the native library was built, and
+            else ``pyg``. Across ranks ``pyg`` is refused.
 
     Raises:
         InputError: If a number is out of range or ``library`` is unknown; on loading, if the library is not installed.

@@ -64,7 +64,7 @@ class _SaintBatches(MiniBatches):
 
     @override
     def precompute(self, part: Data, csr: CSR, *, seed: int) -> dict[str, Tensor]:
-        """See :meth:`MiniBatches.precompute`; computes ``node_norm`` and ``edge_norm``."""
+        """Compute ``node_norm`` and ``edge_norm``; see :meth:`MiniBatches.precompute`."""
         _native.require(type(self).__name__, csr)
         num_train = check_part(part, csr).numel()
         if not (self.sample_coverage and num_train):
@@ -91,14 +91,16 @@ class _SaintBatches(MiniBatches):
 
 
 class SaintNodeBatches(_SaintBatches):
-    """GraphSAINT's node sampler: draws a node with probability ~ its out-degree plus 1.
+    """GraphSAINT's node sampler: draws a node with a probability proportional to the node's out-degree plus 1.
 
-    The 1 is the node's self-loop in the paper's normalised matrix, so nodes without edges are drawn too.
+    The 1 stands for the node's self-loop in the paper's normalised matrix, so nodes without edges are drawn too. A
+    batch is the subgraph of the drawn nodes and all edges among them.
 
     Args:
-        batch_size: Nodes that a subgraph draws, with replacement.
-        num_steps: Subgraphs in an epoch.
-        sample_coverage: Samples of each row, on average, from which the normalisation is estimated; 0 for none.
+        batch_size: Number of nodes that are drawn for a subgraph, with replacement.
+        num_steps: Number of subgraphs in an epoch.
+        sample_coverage: Number of samples of each row, on average, from which the normalisation is estimated; 0 for no
+            normalisation.
 
     Raises:
         InputError: If a number is below 1, or the coverage below 0.
@@ -114,11 +116,11 @@ class SaintNodeBatches(_SaintBatches):
 
 
 class SaintEdgeBatches(_SaintBatches):
-    """GraphSAINT's edge sampler: draws both ends of an edge from u to v with probability ~ 1/deg(u) + 1/deg(v).
+    """GraphSAINT's edge sampler: draws an edge from u to v with a probability proportional to 1/deg(u) + 1/deg(v).
 
-    The degrees are the out-degree of u and the in-degree of v. Each node has a self-loop, so nodes without other edges
-    are drawn too. It takes memory for the transposed matrix besides the graph. Arguments are those of
-    :class:`SaintNodeBatches`; a subgraph draws ``batch_size`` edges.
+    Both ends of a drawn edge are in the subgraph. The degrees are the out-degree of u and the in-degree of v. Each node
+    has a self-loop, so nodes without other edges are drawn too. The sampler holds the transposed matrix besides the
+    graph. Arguments are those of :class:`SaintNodeBatches`; ``batch_size`` edges are drawn for a subgraph.
     """
 
     @override
@@ -127,13 +129,13 @@ class SaintEdgeBatches(_SaintBatches):
 
 
 class SaintWalkBatches(_SaintBatches):
-    """GraphSAINT's random-walk sampler: draws nodes uniformly, and those on a walk from each against the edges.
+    """GraphSAINT's random-walk sampler: draws start nodes uniformly, and takes all nodes of a walk from each.
 
-    A walk goes where a layer's messages come from. It stays at a node without in-edges. Other arguments are those of
-    :class:`SaintNodeBatches`; a subgraph draws ``batch_size`` walks.
+    A walk goes against the direction of the edges, to where a layer's messages come from. It stays at a node without
+    in-edges. Other arguments are those of :class:`SaintNodeBatches`; ``batch_size`` walks are drawn for a subgraph.
 
     Args:
-        walk_length: Steps of a walk.
+        walk_length: Number of steps of a walk.
     """
 
     def __init__(

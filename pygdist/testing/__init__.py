@@ -1,6 +1,6 @@
-"""Tools to test a backend: real ranks in a test, and the exactness suite that our own backends pass."""
+"""Tools to test a backend: real ranks in a test, and the exactness suite that pygdist's exact backends pass."""
 
-from pygdist.routing.runs import without_dropout
+from pygdist.hops.draws import without_randomness
 from pygdist.testing.exactness import Difference, Step, assert_exact, supported_layers
 from pygdist.testing.graphs import GRAPHS, random_graph
 from pygdist.testing.layers import LAYERS
@@ -17,5 +17,5 @@ __all__ = [
     "random_graph",
     "run_ranks",
     "supported_layers",
-    "without_dropout",
+    "without_randomness",
 ]

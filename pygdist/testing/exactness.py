@@ -1,8 +1,8 @@
-"""The exactness suite: one step on N ranks against one step of plain PyG on one process, number by number.
+"""The exactness suite compares one step on N ranks with one step of plain PyG on one process, number by number.
 
-A backend whose abilities say ``exact`` passes it: same loss, outputs, gradients and updated parameters, for every
-world size, with empty parts, isolated nodes and parts without training nodes. :func:`assert_exact` holds any backend
-to it; ``pygdist verify`` runs the same comparison on a user's model and graph.
+A backend whose abilities say ``exact`` must pass the suite: same loss, outputs, gradients and updated parameters, for
+every world size, with empty parts, isolated nodes and parts without training nodes. :func:`assert_exact` tests any
+backend; ``pygdist verify`` runs the same comparison on a user's model and graph.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,7 +36,7 @@ from pygdist.memory.scratch import ScratchFolder
 from pygdist.nn.inputs import arguments_of
 from pygdist.nn.loss import Losses, labelled, node_losses, summed_loss
 from pygdist.routing import distribute, undistribute
-from pygdist.testing.graphs import GRAPHS, random_edge_part, random_graph
+from pygdist.testing.graphs import GRAPHS, MOST_RANKS, random_edge_part, random_graph
 from pygdist.testing.layers import HIDDEN, LAYERS, build
 from pygdist.testing.ranks import RankPool
 
@@ -46,12 +47,12 @@ class Step:
 
     Attributes:
         loss: The mean loss over all labelled training nodes.
-        output: One row per node (per owned node on a rank), before the step.
-        gradients: By parameter name.
-        parameters: By name, after one step of SGD with learning rate 0.1.
-        buffers: By name, after the step; running statistics of norms.
-        evaluated: Like ``output``, in evaluation mode and after the step.
-        unused: Names of parameters that the backward pass did not reach on this process.
+        output: Outputs before the step, one row per node (per owned node on a rank).
+        gradients: Gradients by parameter name.
+        parameters: Parameters by name, after one step of SGD with learning rate 0.1.
+        buffers: Buffers by name, after the step, such as running statistics of norms.
+        evaluated: Outputs like ``output``, but after the step and in evaluation mode.
+        unused: Names of the parameters that the backward pass on this process did not reach.
     """
 
     loss: float
@@ -67,9 +68,9 @@ class Step:
 class Difference:
     """Largest difference of one quantity: absolute, and relative to the largest magnitude of the reference.
 
-    Gradients count as one vector over all parameters, and so do the parameters after the step: their differences are
-    relative to the largest entry of all. The gradients of some parameters nearly cancel (a bias in front of a norm, one
-    side of an attention score), so that even on one process they hold nothing but rounding.
+    Differences of gradients are relative to the largest entry of all gradients, and differences of updated parameters
+    to the largest entry of all parameters. The reason is that some gradients nearly cancel (a bias in front of a norm,
+    one side of an attention score), and even on one process consist only of rounding errors.
     """
 
     absolute: float
@@ -77,10 +78,10 @@ class Difference:
 
 
 def reference_step(model: nn.Module, data: Data, losses: Losses | None = None) -> Step:
-    """Make one step of plain PyG and PyTorch on the whole graph, which changes ``model``.
+    """Make one step of plain PyG and PyTorch on the whole graph; the step changes ``model``.
 
-    ``losses`` returns the loss of each node from outputs and labels, ``(n,)``; by default the step has the classifier's
-    loss, as torch computes it.
+    ``losses`` returns the loss of each node, ``(n,)``, given outputs and labels. By default the step uses torch's loss
+    for classification.
 
     Raises:
         InputError: If the graph has no labelled training node.
@@ -113,9 +114,9 @@ def distributed_step(
 ) -> Step:
     """Make one step of a distributed model on this rank, with gradients averaged by DDP.
 
-    ``losses`` returns the loss of each node from outputs and labels; by default it is the classifier's.
-    In a ``static_graph``, as in DDP, some parameters may get no gradient, even on some ranks alone. Without it, as in
-    training, ranks wait for each other's gradient of every parameter, and hang if one of them has none.
+    ``losses`` returns the loss of each node, given outputs and labels; by default the classifier's. ``static_graph`` is
+    DDP's option: with it, some parameters may get no gradient, even on some ranks only. Without it, as in training,
+    every rank waits for all ranks' gradients of every parameter, and hangs if a rank has none.
     """
     if shard.y is None or shard.train_mask is None:
         raise InputError("the graph has no labels, so there is no step to compare; set y and train_mask")
@@ -176,8 +177,8 @@ def _finish(model: nn.Module, run: Callable[[], Tensor], output: Tensor, loss: f
 def largest_differences(ours: Step, reference: Step, rows: Tensor | slice = slice(None)) -> dict[str, Difference]:
     """Return the largest difference of the loss, the outputs, and each gradient, updated parameter and buffer.
 
-    ``ours``, the step on a rank, holds these ``rows`` of the reference's output. The difference of a gradient is
-    infinite if a rank has none and one process has one.
+    ``ours`` is the step on a rank, whose output is ``rows`` of the reference's output. The difference of a gradient is
+    infinite if the rank has no gradient and the reference has one.
     """
     pairs = {"loss": (torch.tensor(ours.loss), torch.tensor(reference.loss))}
     pairs["output"] = (ours.output, reference.output[rows])
@@ -205,9 +206,10 @@ def _difference(ours: Tensor, reference: Tensor, *, scale: float) -> Difference:
         return Difference(0.0, 0.0)
     ours, reference = ours.cpu().double(), reference.cpu().double()
     absolute = float((ours - reference).abs().max())
-    if absolute != absolute:  # NaN on one side only, or on both
+    largest = max(float(reference.abs().max()), scale)
+    if not (math.isfinite(absolute) and math.isfinite(largest)):  # also NaN on both sides
         return Difference(float("inf"), float("inf"))
-    return Difference(absolute, absolute / max(float(reference.abs().max()), scale, 1e-30))
+    return Difference(absolute, absolute / max(largest, 1e-30))
 
 
 def assert_exact(
@@ -231,25 +233,26 @@ def assert_exact(
     Args:
         backend: Registered name, class path, or an instance.
         layers: Names of :data:`~pygdist.testing.layers.LAYERS`; all by default.
-        world_sizes: Numbers of ranks.
+        world_sizes: Numbers of ranks, 1 to 5.
         graphs: Kinds of :func:`~pygdist.testing.graphs.random_graph`.
         num_nodes: Nodes of each graph.
-        num_features: Width of the nodes' rows, and of the input of each model.
-        hidden_channels: Width of rows between layers; entries of the suite that are whole models have their own.
-        num_layers: Layers of each model, likewise.
-        seed: Seed of everything random.
+        num_features: Number of features of a node, and of input channels of each model.
+        hidden_channels: Number of channels between layers; entries of the suite that are whole models ignore it.
+        num_layers: Number of layers of each model; entries of the suite that are whole models ignore it.
+        seed: Seed of all random numbers.
         tolerance: Largest absolute difference allowed.
-        savings: As for :func:`~pygdist.distribute`.
-        num_hops: Hops around its nodes that a part on disk holds; by default as many as the backend asks for.
-        pool: Processes to use; by default they are started for this call.
+        savings: Shortcuts to take; see :func:`~pygdist.distribute`.
+        num_hops: Hops around its nodes that a part on disk holds; by default as many as the backend needs.
+        pool: Processes to use; by default the call starts its own.
 
     Returns:
-        The largest difference of each layer.
+        The largest difference of each layer, by the layer's name.
 
     Raises:
-        InputError: If a layer or a graph is unknown.
-        AssertionError: If a difference is too large; the message names the layer, world size, graph, rank and quantity
-            of each that is.
+        InputError: If a layer or a graph is unknown, or a world size is not 1 to 5.
+        RankError: If a rank fails, for example because the backend refuses a layer.
+        AssertionError: If a difference is too large. The message has a line for each layer, world size, graph and rank
+            with such a difference: the largest difference, and its quantity.
 
     Example:
         >>> assert_exact("my_package.MyBackend", layers=["GCNConv", "GATConv"], world_sizes=[2, 3])
@@ -259,6 +262,8 @@ def assert_exact(
         for name in asked:
             if name not in known:
                 raise InputError(f"unknown {kind} '{name}'{did_you_mean(name, known)}; known are {', '.join(known)}")
+    if wrong_sizes := [size for size in world_sizes if not 1 <= size <= MOST_RANKS]:
+        raise InputError(f"world_sizes: {wrong_sizes[0]} ranks, expected 1 to {MOST_RANKS}")
     sizes = _Sizes(num_nodes, num_features, hidden_channels, num_layers, seed)
     differences: list[tuple[str, str, float]] = []  # layer, text, value
     with contextlib.ExitStack() as stack:
@@ -353,6 +358,6 @@ def supported_layers(backend: str | Backend) -> list[str]:
     names = []
     for name in LAYERS:
         with contextlib.suppress(InputError):
-            undistribute(distribute(build(name, 5, 3), backend=resolve_backend(backend)))
+            undistribute(distribute(build(name, 5, 3), backend=resolve_backend(backend)._unbound()))
             names.append(name)
     return names

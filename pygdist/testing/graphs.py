@@ -15,17 +15,22 @@ def random_graph(
     Args:
         kind: One of :data:`GRAPHS`. ``directed``: uniform random edges with self-loops and duplicates; ``power-law``:
             symmetric with hubs; ``isolated``: a third of the nodes has no edge; ``empty-part``: the last part of each
-            partition owns nothing; ``no-train-part``: the last part owns no training node.
+            partition owns no node; ``no-train-part``: the last part owns no training node.
         num_nodes: Number of nodes.
-        num_features: Width of ``x``, float64.
+        num_features: Number of columns of ``x``, which is float64.
         num_classes: Number of classes of the labels; some nodes are unlabelled (-1).
-        seed: Seed of everything random.
+        seed: Seed of all random numbers.
 
     Returns:
-        The graph, with ``edge_weight`` ``(E,)``, ``edge_attr`` ``(E, 4)`` and two edge types, its edges sorted by
-        destination, as aggregations that depend on the order need; and ``{world_size: part}`` with ``part`` of shape
-        ``(num_nodes,)``.
+        The graph, and ``{world_size: part}`` with ``part`` of shape ``(num_nodes,)``. The graph has ``edge_weight``
+        ``(E,)``, ``edge_attr`` ``(E, 4)`` and two edge types. Its edges are sorted by destination, because the results
+        of some aggregations (LSTM) depend on the order of messages.
+
+    Raises:
+        ValueError: If ``kind`` is unknown.
     """
+    if kind not in GRAPHS:
+        raise ValueError(f"kind is '{kind}', expected one of {', '.join(GRAPHS)}")
     rng = np.random.default_rng([seed, GRAPHS.index(kind)])
     num_edges = 4 * num_nodes
     if kind == "power-law":
@@ -69,6 +74,9 @@ def random_edge_part(kind: str, num_edges: int, world_size: int, *, seed: int = 
     parts = world_size - 1 if kind == "no-train-part" and world_size > 1 else world_size
     return np.random.default_rng([seed, world_size]).integers(0, parts, num_edges)
 
+
+#: Largest world size of :func:`random_graph`.
+MOST_RANKS = 5
 
 #: Kinds of graphs for :func:`random_graph`.
 GRAPHS = ("directed", "power-law", "isolated", "empty-part", "no-train-part")

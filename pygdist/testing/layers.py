@@ -35,7 +35,7 @@ class LayerCase:
 
 
 class Stack(nn.Module):
-    """Layers with a non-linearity between them; each gets the edge inputs that it takes."""
+    """Layers with a non-linearity between them; each layer gets the edge inputs that it takes."""
 
     def __init__(
         self, case: LayerCase, in_channels: int, out_channels: int, *, num_layers: int, hidden_channels: int
@@ -69,7 +69,7 @@ class Stack(nn.Module):
 
 
 class Around(nn.Module):
-    """A layer that keeps the width, between linear maps."""
+    """A layer with equal input and output width, between two linear maps."""
 
     def __init__(self, layer: nn.Module, in_channels: int, out_channels: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Around(nn.Module):
 
 
 class Twice(nn.Module):
-    """One layer used twice in a forward pass, and a jump over it."""
+    """One layer used twice in a forward pass, with a skip connection."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Twice(nn.Module):
 
 
 class Detached(nn.Module):
-    """One layer on the same rows twice, first without gradient."""
+    """One layer that runs on the same rows twice, first without gradient."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Normed(nn.Module):
 
 
 class Cached(nn.Module):
-    """A layer that keeps the results of its hops, and one that does not."""
+    """A layer that keeps the results of its hops, followed by a layer that does not."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class Cached(nn.Module):
 
 
 class Placed(nn.Module):
-    """Two layers that read where nodes are: positions, and normals, are made of the input."""
+    """Two layers that read the positions and normals of nodes, which are computed from the input."""
 
     def __init__(self, make: Callable[[int, int], nn.Module], in_channels: int, out_channels: int) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ class Typed(nn.Module):
 
 
 class Signed(nn.Module):
-    """Layers for two sets of edges; here one set takes both places."""
+    """Layers for two sets of edges, which get the same set twice."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
@@ -218,14 +218,14 @@ class Uneven(pyg.SAGEConv):
 
 
 class ScaledCheb(pyg.ChebConv):
-    """Knows the largest eigenvalue."""
+    """``ChebConv`` with a given largest eigenvalue."""
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         return super().forward(x, edge_index, lambda_max=2.5)
 
 
 class LearnedCheb(nn.Module):
-    """Learns the weights of edges."""
+    """``ChebConv`` that learns the weights of edges."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
@@ -236,14 +236,14 @@ class LearnedCheb(nn.Module):
 
 
 class ByChannel(nn.InstanceNorm1d):
-    """Rows as channels of one image."""
+    """A norm that takes rows as channels of one image."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.t()[None])[0].t()
 
 
 class Smoothed(nn.Module):
-    """Smooths the output of a layer along edges."""
+    """A layer whose output is smoothed along edges."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
@@ -255,7 +255,7 @@ class Smoothed(nn.Module):
 
 
 class DerivedGCN(pyg.GCNConv):
-    """A user's subclass that calls its parent's forward."""
+    """A user's subclass whose ``forward`` calls the parent's."""
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
         return 0.5 * super().forward(x, edge_index, edge_weight)

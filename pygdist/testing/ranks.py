@@ -1,6 +1,6 @@
-"""Real ranks for tests: one process each, joined by gloo through a file. No ports, no launcher.
+"""Real ranks for tests: one process for each rank, joined by gloo through a file, without ports or a launcher.
 
-They start as :mod:`pygdist.loop.processes` says.
+:mod:`pygdist.loop.processes` describes the start of the processes.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ _LATE_S = 20.0  # a rank that lost its neighbour says so within seconds
 
 
 class RankError(AssertionError):
-    """A rank failed or hangs. The message names the rank and holds the traceback of the rank's process."""
+    """A rank failed, or does not answer. The message names the rank, and has its traceback if the rank failed."""
 
 
 class RankPool:
-    """Processes that run functions as ranks of a gloo group, for many calls of any world size up to its own.
+    """Processes that run functions as ranks of a gloo group, for many calls of any world size up to ``size``.
 
-    Ranks share no memory with the caller. Their environment variables are those of the caller when its first pool
-    started the fork server or, with a GPU, when the ranks started.
+    Ranks share no memory with the caller. The ranks get the caller's environment variables as of the start of the fork
+    server by the caller's first pool or, with a GPU, as of the start of the ranks.
 
     Args:
         size: Largest world size that :meth:`run` accepts.
-        timeout_s: Seconds that a call may take. After that the pool kills all its processes and names the ranks that
-            have not answered.
+        timeout_s: Seconds without an answer from any rank, after which the pool kills all its processes and names the
+            ranks that have not answered.
 
     Example:
         >>> with RankPool(4) as pool:
@@ -51,17 +51,18 @@ class RankPool:
         """Call ``function(rank, world_size, *args)`` on each rank.
 
         Args:
-            function: A function that other processes can import by its name, or, where ``cloudpickle`` is installed,
-                one of a notebook. The default process group is set up when it runs.
+            function: A function that other processes can import by its name or, if ``cloudpickle`` is installed, a
+                function of a notebook. The default process group exists when the function runs.
             world_size: Number of ranks, at most the pool's size.
-            args: Anything that can be pickled.
+            args: Arguments of the function; any objects that can be pickled.
 
         Returns:
             The results of all ranks, in rank order.
 
         Raises:
-            RankError: With the traceback of the rank that failed first, or the names of the ranks that hang.
-            RefusedError: If the machine refuses a rank what it needs, such as room on a disk.
+            ValueError: If ``world_size`` is not 1 to the pool's size.
+            RankError: With the traceback of the rank that failed first, or the names of the ranks that do not answer.
+            RefusedError: If the machine refuses a resource, such as room on a disk, that a rank needs.
         """
         if not 1 <= world_size <= self.size:
             raise ValueError(f"world_size must be between 1 and the pool's {self.size}, got {world_size}")
@@ -86,7 +87,7 @@ class RankPool:
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 300.0) -> list[Any]:
-    """Call ``function(rank, world_size, *args)`` on processes of its own: :meth:`RankPool.run`, once."""
+    """Call ``function(rank, world_size, *args)`` once on each rank of a new pool; see :meth:`RankPool.run`."""
     with RankPool(world_size, timeout_s=timeout_s) as pool:
         return pool.run(function, world_size, *args)
 

@@ -21,7 +21,7 @@ _BLOCK = re.compile(r"(<!-- generated: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL
 
 
 def layers_table() -> str:
-    """Return one row for each layer class: the options and edge inputs it is tested with, and its limits."""
+    """Return a table with a row for each layer class: tested options and edge inputs, and limits."""
     rows = ["| layer | also with | edge inputs | to know |", "| --- | --- | --- | --- |"]
     for layer, cases in _by_class(norms=False).items():
         inputs = sorted({name for case in cases.values() for name in case.takes if name.startswith("edge_")})
@@ -31,13 +31,13 @@ def layers_table() -> str:
 
 
 def norms_list() -> str:
-    """Return the norms over nodes, with the options they are tested with."""
+    """Return the list of norms over nodes, with their tested options."""
     norms = {norm: _options(cases) for norm, cases in _by_class(norms=True).items()}
     return ", ".join(_code([norm]) + (f" ({options})" if options else "") for norm, options in norms.items())
 
 
 def refused_table() -> str:
-    """Return one row for each layer class that is refused, with the reason."""
+    """Return a table with a row for each layer class that is refused, with the reason."""
     rows = ["| refused | because it |", "| --- | --- |"]
     return "\n".join([*rows, *(f"| {_code([name])} | {reason} |" for name, reason in sorted(REFUSED_LAYERS.items()))])
 

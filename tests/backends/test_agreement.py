@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from pygdist.comm import Communicator
 from pygdist.graph import Shard, write_store
 from pygdist.routing import distribute
 from pygdist.testing import RankPool, random_graph
+from tests.turns import by_turns
 
 pytestmark = pytest.mark.slow
 
@@ -156,10 +158,10 @@ def _clamped(rank: int, world_size: int, store: str, backend: str, options: dict
     return worst
 
 
-@pytest.mark.parametrize("norm", [True, False])
-@pytest.mark.parametrize("learned", [True, False])
-@pytest.mark.parametrize("changes", ["rows", "weights"])
-@pytest.mark.parametrize("backend", ["comm", "cache", "hybrid", "tensor"])
+@pytest.mark.parametrize(
+    ("backend", "changes", "learned", "norm"),
+    by_turns(2, ["comm", "cache", "hybrid", "tensor"], ["rows", "weights"], [True, False], [True, False]),
+)
 def test_what_a_model_changes_on_one_rank_alone(
     backend: str, changes: str, learned: bool, norm: bool, tmp_path: Path, pool: RankPool
 ) -> None:
@@ -196,8 +198,9 @@ def _changing_types(rank: int, world_size: int, store: str, backend: str, kind: 
     torch.manual_seed(0)
     plain = Relations(learned=learned).double()
     model = distribute(copy.deepcopy(plain), backend=bound, check=False)
-    # edges into the last rank's nodes keep their type, so that what it picks of the first relation stays the same
-    stays = torch.arange(data.num_nodes)[data.edge_index[1]] >= data.num_nodes // 2
+    # edges of the last rank keep their type, so that what it picks of the first relation stays the same
+    end = 0 if backend == "delayed" else 1
+    stays = torch.arange(data.num_nodes)[data.edge_index[end]] >= data.num_nodes // 2
     flipped = torch.where(stays, data.edge_type, (data.edge_type + 1) % 3)
     both = [(types, types[shard.e_id]) for types in (data.edge_type, flipped)]
     for turn in (0, 0, 0, 1, 1, 0, 1, 0, 2, 1):
@@ -210,13 +213,22 @@ def _changing_types(rank: int, world_size: int, store: str, backend: str, kind: 
     return worst
 
 
-@pytest.mark.parametrize("learned", [True, False])
-@pytest.mark.parametrize("backend", ["comm", "cache", "tensor"])
-@pytest.mark.parametrize("kind", ["directed", "empty-part"])
+@pytest.mark.parametrize(
+    ("kind", "backend", "learned"),
+    by_turns(2, ["directed", "empty-part"], ["comm", "cache", "tensor", "delayed"], [True, False]),
+)
 def test_types_of_edges_that_change_on_some_ranks(
     kind: str, backend: str, learned: bool, tmp_path: Path, pool: RankPool
 ) -> None:
     data, parts = random_graph(kind)
     by_id = parts[3] if kind == "empty-part" else np.arange(data.num_nodes) * 3 // data.num_nodes
-    write_store(data, by_id, tmp_path / "parts", num_parts=3, method="x", arguments={}, notes=[])
+    _write_parts(data, by_id, tmp_path / "parts", backend)
     assert max(pool.run(_changing_types, 3, str(tmp_path / "parts"), backend, kind, learned)) < 1e-10
+
+
+def _write_parts(data: Data, by_id: np.ndarray, folder: Path, backend: str) -> None:
+    """Write three parts for a backend; if nodes are split, a part has the out-edges of its nodes."""
+    options: dict[str, Any] = {}
+    if backend == "delayed":
+        options = {"placement": "edges", "edge_part": by_id[data.edge_index[0].numpy()]}
+    write_store(data, by_id, folder, num_parts=3, method="x", arguments={}, notes=[], **options)

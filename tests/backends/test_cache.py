@@ -25,7 +25,7 @@ from pygdist.graph import Shard, write_store
 from pygdist.hops.arguments import tensors_of
 from pygdist.native import load
 from pygdist.routing import distribute, undistribute
-from pygdist.testing import RankPool, assert_exact, random_graph
+from pygdist.testing import RankError, RankPool, assert_exact, random_graph
 from pygdist.testing.exactness import distributed_step, largest_differences, reference_step
 from pygdist.testing.graphs import GRAPHS
 
@@ -543,3 +543,79 @@ def test_edges_that_are_updated_after_the_last_hop(of_nodes: bool, tmp_path: Pat
     data, parts = random_graph("directed")
     write_store(data, parts[2], tmp_path / "parts", num_parts=2, method="x", arguments={}, notes=[])
     assert all(pool.run(_edges_last, 2, str(tmp_path / "parts"), of_nodes))
+
+
+def _changed_by_one(rank: int, world_size: int, folder: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Rank 0 alone changes a row in place, then asks for the gradient of its rows."""
+    backend, shard, _ = _bound(folder, rank)
+    torch.manual_seed(0)
+    model, x = distribute(GCN(5, 6, num_layers=2, out_channels=3).double(), backend=backend), shard.x.clone()
+    model(x, shard.adjacency)
+    if rank == 0:
+        x[0] += 1
+    out = model(x, shard.adjacency).detach()
+    model(x.requires_grad_(rank == 0), shard.adjacency).sum().backward()
+    return shard.owned_id, x.detach(), out
+
+
+def test_rows_that_one_rank_changes_travel_again(tmp_path: Path, pool: RankPool) -> None:
+    data, parts = random_graph("directed")
+    write_store(data, parts[2], tmp_path / "parts", num_parts=2, method="x", arguments={}, notes=[])
+    results = pool.run(_changed_by_one, 2, str(tmp_path / "parts"))
+    x = data.x.clone()
+    for ids, rows, _ in results:
+        x[ids] = rows
+    torch.manual_seed(0)
+    expected = GCN(5, 6, num_layers=2, out_channels=3).double()(x, data.edge_index)
+    for ids, _, out in results:
+        torch.testing.assert_close(out, expected[ids], rtol=0, atol=1e-12)
+
+
+class Weights(nn.Module):
+    """Puts out its attention, and takes weights of edges by another name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = pyg.GATConv(5, 4), pyg.GraphConv(4, 3)
+
+    def forward(self, x: Tensor, edge_index: Tensor, w: Tensor) -> Any:
+        hidden, (_, alpha) = self.first(x, edge_index, return_attention_weights=True)
+        return self.second(hidden.relu(), edge_index, w), alpha
+
+
+def _weights(rank: int, world_size: int, folder: str, copies: bool) -> tuple[Tensor, Tensor, Tensor]:
+    backend, shard, _ = _bound(folder, rank)
+    torch.manual_seed(0)
+    model = distribute(Weights().double(), backend=backend, check=False)
+    assert shard.edge_weight is not None
+    out, alpha = model(shard.x, shard.adjacency, shard.edge_weight.clone() if copies else shard.edge_weight)
+    return shard.owned_id, out.detach(), alpha.detach()
+
+
+def test_attention_that_is_put_out_is_that_of_edges_into_own_nodes(tmp_path: Path, pool: RankPool) -> None:
+    data, parts = random_graph("directed")
+    write_store(data, parts[2], tmp_path / "parts", num_parts=2, method="x", arguments={}, notes=[])
+    torch.manual_seed(0)
+    out, alpha = Weights().double()(data.x, data.edge_index, data.edge_weight)
+    results = pool.run(_weights, 2, str(tmp_path / "parts"), False)
+    assert sum(len(one) for _, _, one in results) == len(alpha)
+    assert float(sum(one.square().sum() for _, _, one in results)) == pytest.approx(
+        float(alpha.detach().square().sum())
+    )
+    for ids, rows, _ in results:
+        torch.testing.assert_close(rows, out[ids], rtol=0, atol=1e-12)
+
+
+def test_weights_where_each_node_has_one_edge_are_told_from_rows_of_nodes(tmp_path: Path, pool: RankPool) -> None:
+    data, parts = random_graph("directed")
+    count = data.num_nodes
+    data.edge_index = torch.stack([torch.arange(count).roll(7), torch.arange(count)])
+    for name in ("edge_weight", "edge_attr", "edge_type"):
+        data[name] = data[name][:count]
+    write_store(data, parts[2], tmp_path / "parts", num_parts=2, method="x", arguments={}, notes=[])
+    torch.manual_seed(0)
+    out, _ = Weights().double()(data.x, data.edge_index, data.edge_weight)
+    for ids, rows, _ in pool.run(_weights, 2, str(tmp_path / "parts"), False):
+        torch.testing.assert_close(rows, out[ids], rtol=0, atol=1e-12)
+    with pytest.raises(RankError, match="argument 'w' of the model may hold rows of nodes or of edges"):
+        pool.run(_weights, 2, str(tmp_path / "parts"), True)

@@ -288,3 +288,18 @@ def test_rows_of_an_embedding_are_looked_up_by_ids(backend: str, parts: str, poo
         assert "give the model the ids of its nodes, and look their rows up" in refused
         assert torch.allclose(out, expected[rows], rtol=0, atol=1e-10)
         assert torch.allclose(gradient, plain.table.weight.grad, rtol=0, atol=1e-10)
+
+
+def _passes(rank: int, world_size: int, folder: str) -> list[int]:
+    shard, backend = _bound("hybrid", folder, rank)
+    model, counts = distribute(OfIds().double(), backend=backend, check=False), []
+    for step in range(3):
+        model(shard.x + step, shard.owned_id + 1, shard.adjacency).sum().backward()
+        counts.append(len(backend.fetcher._pieces))
+    return counts
+
+
+@needs_planner
+def test_a_model_that_cannot_be_tried_keeps_its_edges_in_groups_once(parts: str, pool: RankPool) -> None:
+    for first, *later in pool.run(_passes, 2, parts):
+        assert later == [first] * 2

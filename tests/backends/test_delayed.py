@@ -51,7 +51,7 @@ EXACT = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3, *(pytest.param(size, marks=pytest.mark.exhaustive) for size in (2, 4))])
 def test_exact_on_every_graph(world_size: int, pool: RankPool) -> None:
     assert_exact("delayed", layers=EXACT, world_sizes=[world_size], graphs=GRAPHS, num_layers=3, pool=pool)
 
@@ -356,6 +356,83 @@ def _check_features(
     assert shard.x.grad is not None
     owned = shard.owned_id
     return float((out.detach() - expected[owned]).abs().max()), float((shard.x.grad - gradient[owned]).abs().max())
+
+
+@pytest.mark.parametrize("one_rank", [False, True])
+@pytest.mark.parametrize(
+    "how", ["in place", "replaced", "assigned", "in place later", "unseen later", "assigned later"]
+)
+def test_features_that_change_after_loading_reach_leaves(
+    how: str, one_rank: bool, tmp_path: Path, pool: RankPool
+) -> None:
+    data, parts = random_graph("power-law")
+    model = pyg.GCN(data.x.size(1), HIDDEN, 2, CLASSES).double()
+    changes = torch.from_numpy(parts[3] == 0) if one_rank else torch.ones(data.num_nodes, dtype=torch.bool)
+    x = torch.where(changes[:, None], 2 * data.x, data.x)
+    expected = copy.deepcopy(model)(x, data.edge_index).detach()
+    store = write_random_cut(tmp_path, "power-law", 3)
+    assert max(pool.run(_check_changed, 3, store, model, how, one_rank, expected)) < 1e-10
+
+
+def _check_changed(
+    rank: int, world_size: int, store: str, model: nn.Module, how: str, one_rank: bool, expected: Tensor
+) -> float:
+    shard, backend = Shard.load(store, rank), DelayedBackend()
+    distribute(model, backend=backend, check=False)
+    communicator, changes = Communicator(dist.new_group()), rank == 0 or not one_rank
+    if how.endswith("later"):
+        backend.bind(shard, communicator)
+        model(shard.x, shard.adjacency)
+    if changes and how.startswith("in place"):
+        shard.x.mul_(2)
+    elif changes and how.startswith("unseen"):
+        shard.x.data.mul_(2)
+    elif changes and how.startswith("assigned"):
+        shard.x = shard.x * 2
+    elif changes:
+        shard = shard.replace(x=shard.x * 2)
+    if not how.endswith("later"):
+        backend.bind(shard, communicator)
+    worst = 0.0
+    for _ in range(2):
+        out = model(shard.x, shard.adjacency).detach()
+        worst = max(worst, float((out - expected[shard.owned_id]).abs().max()))
+    return worst
+
+
+class Scaled(nn.Module):
+    """Multiplies by weights of classes, or of nodes."""
+
+    def __init__(self, in_channels: int, *, of_nodes: bool) -> None:
+        super().__init__()
+        self.conv, self.of_nodes = pyg.GraphConv(in_channels, CLASSES), of_nodes
+
+    def forward(self, x: Tensor, edge_index: Tensor, weight: Tensor) -> Tensor:
+        out: Tensor = self.conv(x * weight[:, None], edge_index) if self.of_nodes else self.conv(x, edge_index) * weight
+        return out
+
+
+def test_arguments_of_one_model_say_nothing_of_those_of_another(tmp_path: Path, pool: RankPool) -> None:
+    data, _ = random_graph("power-law")
+    models = [Scaled(data.x.size(1), of_nodes=of_nodes).double() for of_nodes in (False, True)]
+    weights = [torch.rand(size).double() for size in (CLASSES, data.num_nodes)]
+    pairs = zip(copy.deepcopy(models), weights, strict=True)
+    expected = [model(data.x, data.edge_index, weight).detach() for model, weight in pairs]
+    store = write_random_cut(tmp_path, "power-law", 2)
+    assert max(pool.run(_check_two_models, 2, store, models, weights, expected)) < 1e-10
+
+
+def _check_two_models(
+    rank: int, world_size: int, store: str, models: list[Scaled], weights: list[Tensor], expected: list[Tensor]
+) -> float:
+    shard, backend = _bound(store, rank)
+    worst = 0.0
+    for model, weight, out in zip(models, weights, expected, strict=True):
+        distribute(model, backend=backend, check=False)
+        given = weight[shard.owned_id] if model.of_nodes else weight
+        apart = model(shard.x, shard.adjacency, given) - out[shard.owned_id]
+        worst = max(worst, float(apart.detach().abs().max()))
+    return worst
 
 
 def test_layers_that_run_again_in_the_backward_pass_are_refused(tmp_path: Path, pool: RankPool) -> None:

@@ -9,13 +9,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing, conv
 from typing_extensions import override
 
-from pygdist.backends import Backend, CommBackend, HybridBackend, ReplicaBackend, backends
+from pygdist.backends import Backend, CommBackend, HybridBackend, ReplicaBackend, Savings, backends
+from pygdist.errors import InputError
 from pygdist.hops.hop import Hop
 from pygdist.native import load
+from pygdist.routing import distribute
 from pygdist.routing.refusals import REFUSED_LAYERS
 from pygdist.testing import LAYERS, RankPool, assert_exact, supported_layers
 from pygdist.testing.graphs import GRAPHS
@@ -38,8 +40,11 @@ OF_A_PART = {
     *("InstanceNorm1d-channels", "LayerNorm-graph", "MeanSubtractionNorm", "PairNorm", "PairNorm-rows", "GENConv"),
     *("SAGEConv-lstm", "SAGEConv-patches", "PDNConv"),
 }
-#: Where every layer is run without --exhaustive too, beside tests of two layers; elsewhere some are.
-EVERY_LAYER = {("cache", 2), ("hybrid", 1), ("replica", 1), ("delayed", 2)}
+#: Where every layer is run without --exhaustive too, beside tests of two layers; elsewhere some are. ``hybrid``
+#: computes as ``cache`` does, and fetches as ``comm`` does, whose layers the test above runs.
+EVERY_LAYER = {("cache", 2), ("replica", 1), ("delayed", 2)}
+#: One process has no empty part. On 2 and 4 ranks (--exhaustive) all graphs.
+ON_RANKS = {1: ("directed", "power-law", "isolated"), 3: ("isolated", "empty-part", "no-train-part")}
 SOME = ["GCNConv", "GATConv", "SAGEConv-max", "GINConv", "BatchNorm", "GraphConv"]
 
 
@@ -49,8 +54,7 @@ SOME = ["GCNConv", "GATConv", "SAGEConv-max", "GINConv", "BatchNorm", "GraphConv
 def test_every_layer_equals_one_process_on_every_graph(backend: str, world_size: int, pool: RankPool) -> None:
     if backend == "single" and world_size > 1:
         pytest.skip("single runs on one process by definition")
-    # what the others have of their own is a part, which one process has not
-    graphs = ("directed", "power-law", "isolated") if world_size == 1 else GRAPHS
+    graphs = ON_RANKS.get(world_size, GRAPHS)
     assert set(assert_exact(backend, world_sizes=[world_size], graphs=graphs, pool=pool)) == set(LAYERS)
 
 
@@ -194,6 +198,18 @@ def test_the_suite_notices_a_backend_that_is_not_exact(
 ) -> None:
     with pytest.raises(AssertionError, match=rf"{layer} on 2 ranks, graph directed: {quantity}.* of rank \d differs"):
         assert_exact(broken(), layers=[layer], world_sizes=[2], graphs=["directed"], pool=pool)
+
+
+def test_what_the_suite_has_no_graph_for_is_told() -> None:
+    with pytest.raises(InputError, match="world_sizes: 6 ranks, expected 1 to 5"):
+        assert_exact("comm", world_sizes=[2, 6])
+
+
+def test_layers_of_a_backend_that_runs_a_model() -> None:
+    backend = CommBackend()
+    distribute(nn.Linear(2, 2), backend=backend, savings=Savings(first_hop=False))
+    assert supported_layers(backend) == supported_layers("comm")
+    assert backend.savings == Savings(first_hop=False)
 
 
 class Idle(CommBackend):

@@ -20,6 +20,7 @@ from torch.nn import Linear
 from torch_geometric.nn import GAT, GCN, GraphSAGE, MessagePassing
 
 from pygdist.backends import CommBackend, Costs, HybridBackend, Savings
+from pygdist.backends.planning import greedy
 from pygdist.backends.planning import kept_plans as plans
 from pygdist.backends.planning.expected import EpochCosts, _followed, expected_epoch
 from pygdist.backends.planning.greedy import Halo, greedy_choice
@@ -107,6 +108,16 @@ def _greedy(halo: Halo, costs: Costs, share: float | None = None, memory_gib: fl
     chosen = greedy_choice(halo, costs.by_hop(halo.widths), value_bytes=1, share=share, memory_gib=memory_gib)
     assert chosen.sum() == chosen[:, halo.rows].sum()
     return chosen[:, halo.rows]
+
+
+@pytest.mark.parametrize("ratio", [0, 1])
+def test_all_or_none_are_chosen_without_the_native_library(ratio: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(greedy, "require", lambda *_: pytest.fail("the native library is asked for"))
+    halo = Halo(_near(np.random.default_rng(5), owned=9, halo=20, beyond=12), 9, 20, (3, 3))
+    assert (_greedy(halo, Costs(vertex=1.0, edge=1.0, value=0.0), share=ratio) == bool(ratio)).all()
+    checked = HybridBackend(cache_ratio=ratio).exact_case(2)
+    assert isinstance(checked, HybridBackend)
+    assert checked.cache_ratio == ratio
 
 
 @needs_native

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -17,6 +18,7 @@ from torch_geometric.data import Data
 
 from pygdist import GraphDataModule, InputError, NodeClassifier
 from pygdist.backends import PushPullBackend
+from pygdist.backends.sampling.copies import GroupSizes, column_bytes, group_sizes, topology_bytes
 from pygdist.lightning import LinkPredictor
 from pygdist.nn.inputs import edge_inputs, outputs_of
 from pygdist.sampler import EdgeBatches, NeighborBatches
@@ -25,6 +27,7 @@ from tests.backends.pushpull_runs import drawn, model, narrow, on_ranks, trained
 from tests.kernels.oracle import needs_library
 from tests.lightning import runs
 from tests.lightning.test_pull import EPOCHS, FAN_OUT, SEED, assert_close, on_one_process
+from tests.turns import by_turns
 
 pytestmark = needs_library
 
@@ -49,8 +52,11 @@ NAMES = [
 ]
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("world_size", "width"), [(1, 12), (2, 7), (3, 2), (4, 12)])
+#: Numbers of ranks, and of columns, which may be fewer. One rank comes last: what has its turn there has another.
+SIZES = [(2, 7), (3, 2), (4, 12), (1, 12)]
+
+
+@pytest.mark.parametrize(("name", "world_size", "width"), by_turns(3, NAMES, SIZES))
 def test_exact(name: str, world_size: int, width: int, pool: RankPool, tmp_path: Path) -> None:
     """With fewer columns than ranks too."""
     data = narrow(width)
@@ -76,8 +82,7 @@ GROUPS = [
 ]
 
 
-@pytest.mark.parametrize("pipeline", [1, 3])
-@pytest.mark.parametrize("name", ["GCN", "weighted", "GAT", "two-hops"])
+@pytest.mark.parametrize(("name", "pipeline"), by_turns(2, ["GCN", "weighted", "GAT", "two-hops"], [1, 3]))
 def test_cached_copies_change_nothing(name: str, pipeline: int, pool: RankPool, tmp_path: Path) -> None:
     """Losses and parameters, whatever is held twice; with all features here, no batch is pushed and no sum pulled."""
     (expected, history, *_), *_ = pool.run(_grouped, 4, str(tmp_path), name, {}, pipeline)
@@ -104,8 +109,9 @@ def _sharded(
     return on_ranks(rank, world_size, folder, name, data, partitioner, PushPullBackend(**arguments), **options)
 
 
-@pytest.mark.parametrize("name", ["GCN", "GraphSAGE", "eps", "GAT", "ptags"])
-@pytest.mark.parametrize(("world_size", "width"), [(1, 12), (2, 7), (3, 2), (4, 12)])
+@pytest.mark.parametrize(
+    ("name", "world_size", "width"), by_turns(3, ["GCN", "GraphSAGE", "eps", "GAT", "ptags"], SIZES)
+)
 def test_exact_where_each_rank_trains_its_columns(
     name: str, world_size: int, width: int, pool: RankPool, tmp_path: Path
 ) -> None:
@@ -335,6 +341,15 @@ def test_sampled_batches_are_the_same_whoever_holds_the_graph(pool: RankPool, tm
                 assert all(map(torch.equal, one, other))
 
 
+def test_copies_fit_the_memory_whichever_size_is_given() -> None:
+    shard = mock.Mock(num_nodes=100_000, num_edges=1_000_000, **{"x.size.return_value": 64, "columns.itemsize": 4})
+    most = column_bytes(shard, 1, 4)
+    for given in ({"features": 1, "topology": None}, {"features": None, "topology": 1}):
+        sizes = group_sizes(shard, 4, cache_gib=most / 2**30, edge_bytes=0, **given)
+        assert column_bytes(shard, sizes.features, 4) + topology_bytes(shard, sizes.topology, 4, 0) <= most
+    assert GroupSizes(1, 1) == group_sizes(shard, 4, None, None, cache_gib=2 * most / 2**30, edge_bytes=0)
+
+
 def _refused_sizes(rank: int, world_size: int, folder: str) -> str:
     with pytest.raises(InputError) as refused:
         _grouped(rank, world_size, folder, "GCN", {"feature_parts": 3}, 1)
@@ -471,8 +486,13 @@ def _evaluated(rank: int, world_size: int, folder: str, name: str) -> tuple[Tens
     return ids, out
 
 
-@pytest.mark.parametrize("name", ["GCN", "weighted", "max", "eps", "SG", "two-hops", "GAT", "ptags-squares"])
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        ("GCN", 1),
+        *((name, 3) for name in ("GCN", "weighted", "max", "eps", "SG", "two-hops", "GAT", "ptags-squares")),
+    ],
+)
 def test_evaluation_is_that_of_the_whole_graph(name: str, world_size: int, pool: RankPool, tmp_path: Path) -> None:
     """The checkpoint loads into the plain model; 11 rows of the first layer are computed at a time."""
     results = pool.run(_evaluated, world_size, str(tmp_path), name)
@@ -545,8 +565,7 @@ def _pipelined(rank: int, world_size: int, folder: str, name: str, data: Data, p
     return on_ranks(rank, world_size, folder, name, data, partitioner, backend=PushPullBackend(pipeline=3))
 
 
-@pytest.mark.parametrize("name", FIRST)
-@pytest.mark.parametrize(("world_size", "width"), [(1, 12), (2, 7), (3, 2)])
+@pytest.mark.parametrize(("name", "world_size", "width"), by_turns(3, FIRST, SIZES))
 def test_pipeline_is_training_with_a_delay_of_two_steps(
     name: str, world_size: int, width: int, pool: RankPool, tmp_path: Path
 ) -> None:

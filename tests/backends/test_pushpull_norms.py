@@ -22,6 +22,7 @@ from pygdist.testing import RankPool
 from tests.backends.pushpull_runs import drawn, narrow, trained
 from tests.kernels.oracle import needs_library
 from tests.lightning.test_pull import EPOCHS, SEED, assert_close
+from tests.turns import by_turns
 
 pytestmark = needs_library
 
@@ -176,11 +177,14 @@ def _loss(
     return cross_entropy(torch.cat(outs), torch.cat([data.y[seeds] for seeds, _ in batches]))
 
 
-@pytest.mark.parametrize("options", [{}, {"feature_parts": 1}, {"first_weights": "sharded"}], ids=["plain", "f", "own"])
-@pytest.mark.parametrize("one_sided", [False, True], ids=["even", "one-sided"])
 @pytest.mark.parametrize(
-    ("norm", "jk"),
-    [("batch", False), ("batch", True), ("graph", False), ("size", False), ("inside", False), ("inside", True)],
+    ("norm", "jk", "one_sided", "options"),
+    by_turns(
+        3,
+        [("batch", False), ("batch", True), ("graph", False), ("size", False), ("inside", False), ("inside", True)],
+        [False, True],
+        [{}, {"feature_parts": 1}, {"first_weights": "sharded"}],
+    ),
 )
 def test_norms_take_statistics_over_the_batches_of_all_ranks(
     norm: str, jk: bool, one_sided: bool, options: dict[str, Any], pool: RankPool, tmp_path: Path

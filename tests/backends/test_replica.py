@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -501,6 +502,62 @@ def test_rows_that_the_graph_does_not_have_are_refused(tmp_path: Path) -> None:
         model(shard.x * 2, shard.adjacency)
     with pytest.raises(InputError, match=r"the model gets a tensor of shape \(\d+,\) that is neither"):
         model(shard.x, shard.adjacency, edge_weight=shard.edge_weight * 2)
+
+
+CHANGES: dict[str, Callable[[Shard, str], Any]] = {
+    "in place": lambda shard, name: getattr(shard, name).mul_(2),
+    "unseen": lambda shard, name: getattr(shard, name).data.mul_(2),
+    "assigned": lambda shard, name: setattr(shard, name, getattr(shard, name) * 2),
+}
+
+
+@pytest.mark.parametrize(("how", "late"), [("in place", False), ("assigned", False), *((how, True) for how in CHANGES)])
+@pytest.mark.parametrize("name", ["x", "edge_weight"])
+def test_values_that_change_after_loading_are_refused(name: str, how: str, late: bool, tmp_path: Path) -> None:
+    data, part = _graph()
+    shard, backend = Shard.load(_store(data, part, tmp_path / "parts", 1), 1), ReplicaBackend(hops=1)
+    model = distribute(build("GraphConv", 5, 3), backend=backend, check=False)
+    if late:
+        backend.bind(shard, Mute(1))
+        model(shard.x, shard.adjacency, edge_weight=shard.edge_weight)
+    CHANGES[how](shard, name)
+    if not late:
+        backend.bind(shard, Mute(1))
+    said = rf"shard\.{name} of part 1 has changed since it was loaded.*partition the graph with the changed values"
+    with pytest.raises(InputError, match=said):
+        model(shard.x, shard.adjacency, edge_weight=shard.edge_weight)
+    if how != "unseen":
+        with pytest.raises(InputError, match=said):
+            backend.part_graph(shard)
+
+
+@pytest.mark.parametrize("how", CHANGES)
+def test_values_that_change_are_used_without_hops(how: str, tmp_path: Path) -> None:
+    data, part = _graph()
+    folder, model = _store(data, part, tmp_path / "parts", 1), build("GraphConv", 5, 3)
+    own = torch.from_numpy(part == 0).nonzero().squeeze(1)
+    edge_index, _, keep = subgraph(own, data.edge_index, relabel_nodes=True, return_edge_mask=True)
+    shard, backend = Shard.load(folder, 0), ReplicaBackend(hops=0)
+    backend.bind(shard, Mute(0))
+    ours = distribute(copy.deepcopy(model), backend=backend, check=False)
+    ours(shard.x, shard.adjacency, edge_weight=shard.edge_weight)
+    for name in ("x", "edge_weight"):
+        CHANGES[how](shard, name)
+    found = ours(shard.x, shard.adjacency, edge_weight=shard.edge_weight)
+    wanted = model(2 * data.x[own], edge_index, edge_weight=2 * data.edge_weight[keep])
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+def test_edges_may_carry_other_weights_in_turn(tmp_path: Path) -> None:
+    data, part = _graph()
+    data.edge_attr = data.edge_weight.square()
+    shard, backend = _bound(_store(data, part, tmp_path / "parts", 1), hops=1)
+    model = distribute(pyg.SimpleConv(aggr="sum"), backend=backend, check=False)
+    for name in ("edge_weight", "edge_attr", "edge_weight"):
+        out = model(shard.x, shard.adjacency.with_value(getattr(shard, name)))
+        source, target = data.edge_index
+        wanted = torch.zeros_like(data.x).index_add(0, target, data[name][:, None] * data.x[source])
+        torch.testing.assert_close(out, wanted[shard.owned_id], rtol=0, atol=1e-12)
 
 
 class Normalising(nn.Module):

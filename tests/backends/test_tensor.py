@@ -32,6 +32,7 @@ from torch_geometric.nn import (
     MessagePassing,
     RGCNConv,
     SAGEConv,
+    Sequential,
     SGConv,
     SimpleConv,
 )
@@ -39,7 +40,7 @@ from torch_geometric.nn.models.basic_gnn import BasicGNN
 
 from pygdist.backends import Savings, TensorBackend, resolve_backend
 from pygdist.backends.slicing.all_nodes import AllNodes
-from pygdist.backends.slicing.budget import ModelSizes, device_of
+from pygdist.backends.slicing.budget import ModelSizes, device_of, overflow_of
 from pygdist.backends.slicing.columns import acts_on_columns
 from pygdist.backends.slicing.edge_tensors import EdgeReader, EdgeTensors
 from pygdist.comm import Communicator
@@ -181,6 +182,12 @@ def test_ranks_of_a_machine_take_its_gpus_in_turn(said: str | None, here: str, l
         assert str(device_of(said, torch.device(here), local)) == expected
 
 
+def test_hops_of_a_model_on_a_gpu_do_not_run_on_the_host() -> None:
+    shard = mock.Mock(**{"n_id.device": torch.device("cuda")})
+    with pytest.raises(InputError, match="device=cpu: hops of a model on cuda run there"):
+        overflow_of(shard, Communicator(), ModelSizes(), memory_gib=1.0, device="cpu")
+
+
 def test_the_widest_rows_of_a_model_are_known() -> None:
     """By which a GPU's memory is found to be too small for all of them at once."""
     assert ModelSizes.of(GCN(5, 300, num_layers=2, out_channels=3)) == ModelSizes(300, 1)
@@ -192,21 +199,22 @@ def test_the_widest_rows_of_a_model_are_known() -> None:
     assert ModelSizes.of(nn.Sequential(nn.Embedding(1000, 4), APPNP(K=2, alpha=0.1))) == ModelSizes(0, 1)
 
 
-def _warned(rank: int, world_size: int, store: str) -> list[str]:
+def _warned(rank: int, world_size: int, store: str, check: bool) -> list[str]:
     shard, backend = Shard.load(store, rank), TensorBackend(num_chunks=3)
     backend.bind(shard, Communicator(dist.new_group()))
-    model = distribute(
-        nn.ModuleList([SAGEConv(5, 4), GATConv(5, 4), SAGEConv(5, 4, aggr="max")]), backend=backend, check=False
-    )
+    layers = [SAGEConv(5, 4), GATConv(4, 4), SAGEConv(4, 4, aggr="max")]
+    model = Sequential("x, edge_index", [(layer, "x, edge_index -> x") for layer in layers])
+    model = distribute(model, backend=backend, check=check)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for layer in (*model, *model):
-            layer(shard.x.float(), shard.adjacency)
+        for _ in range(2):
+            model(shard.x.float(), shard.adjacency)
     return [str(one.message) for one in caught]
 
 
-def test_chunks_that_a_layer_does_not_make_are_told_of_once(tmp_path: Path, pool: RankPool) -> None:
-    said, by_another_rank = pool.run(_warned, 2, _store(tmp_path / "parts", 2))
+@pytest.mark.parametrize("check", [False, True])
+def test_chunks_that_a_layer_does_not_make_are_told_of_once(check: bool, tmp_path: Path, pool: RankPool) -> None:
+    said, by_another_rank = pool.run(_warned, 2, _store(tmp_path / "parts", 2), check)
     assert {one.split("; ")[0] for one in said} == {"num_chunks=3 is for one sum or mean by weights without gradient"}
     assert [one.split("; ")[1].split()[0] for one in said] == ["GATConv", "SAGEConv"]
     assert by_another_rank == []

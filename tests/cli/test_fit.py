@@ -11,7 +11,8 @@ import pytest
 import torch
 import yaml
 
-from tests.cli.commands import Outcome, files, pygdist, torchrun
+from pygdist.commands.best_checkpoint import BestCheckpoint
+from tests.cli.commands import Outcome, assert_mistake, files, pygdist, torchrun
 
 FIT = ("fit", "--config=run.yaml")
 
@@ -98,6 +99,48 @@ def test_optimizer_scheduler_monitor_and_callbacks_from_the_command_line(folder:
         columns = set(csv.DictReader(lines).fieldnames or ())
     # the user's callback is there, and so is ours
     assert columns >= {"lr-SGD", "sent_bytes_max"}
+
+
+def test_the_lowest_loss_is_the_best(folder: Path) -> None:
+    state = _callback(_fit(folder, "--checkpoint.monitor=val_loss"), "BestCheckpoint")
+    with next(folder.rglob("metrics.csv")).open() as lines:
+        losses = [float(row["val_loss"]) for row in csv.DictReader(lines) if row["val_loss"]]
+    assert len(set(losses)) == 3
+    assert float(state["best_model_score"]) == pytest.approx(min(losses))
+
+
+@pytest.mark.parametrize(
+    ("monitor", "mode"),
+    [("val_loss", "min"), ("val_mae", "min"), ("test/mse", "min"), ("train_acc", "max"), ("val_hits", "max")],
+)
+def test_the_name_of_a_figure_tells_which_value_is_the_best(monitor: str, mode: str) -> None:
+    assert BestCheckpoint(monitor=monitor).mode == mode
+    assert BestCheckpoint(monitor=monitor, mode="max").mode == "max"
+
+
+def test_a_figure_whose_name_does_not_tell_needs_a_mode(folder: Path) -> None:
+    unknown = "--checkpoint.monitor=sent_bytes_max"
+    said = assert_mistake(pygdist(*FIT, unknown, folder=folder), unknown.removeprefix("--"), "--checkpoint.mode=min or")
+    assert "the lowest or the highest" in said
+    assert not (folder / "runs").exists()
+    _fit(folder, unknown, "--checkpoint.mode=min", "--trainer.max_epochs=1")
+
+
+def test_epochs_that_are_not_saved_write_no_last_checkpoint(folder: Path) -> None:
+    (folder / "look.py").write_text(
+        "import lightning.pytorch as pl\n"
+        "from pygdist import checkpoints\n"
+        "class Look(pl.Callback):\n"
+        "    write = staticmethod(checkpoints.write)\n"
+        "def look(checkpoint, path):\n"
+        "    with open('saved', 'a') as file:\n"
+        "        file.write(f'{checkpoint[\"epoch\"]}\\n')\n"
+        "    Look.write(checkpoint, path)\n"
+        "checkpoints.write = look\n"
+    )
+    args = ("--trainer.callbacks+=look.Look", "--checkpoint.every_n_epochs=3", "--trainer.max_epochs=5")
+    assert _fit(folder, *args)["epoch"] == 4, "the run's last epoch"
+    assert set((folder / "saved").read_text().split()) == {"2", "4"}
 
 
 @pytest.mark.slow

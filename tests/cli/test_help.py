@@ -54,6 +54,14 @@ def test_each_command_shows_what_concerns_it(capsys: pytest.CaptureFixture[str])
     assert links == options_in(said(capsys, "fit", "--model=LinkPredictor", "--help"))
 
 
+def test_a_name_shows_the_options_that_it_sets(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, default in (("graph_ddp", "popen"), ("graph_ddp_fork", "fork")):
+        text = said(capsys, "fit", f"--trainer.strategy={name}", "--help")
+        assert re.search(rf"--trainer\.strategy\.start_method\b(?:(?!\n  --).)*default: {default}\b", text, re.DOTALL)
+    text = said(capsys, "fit", "--trainer.strategy=pygdist.lightning.GraphDDPStrategy", "--help")
+    assert "--trainer.strategy.start_method" in text
+
+
 def test_a_given_class_shows_its_options(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "fit", "--model.backend=hybrid", "--data.partitioner", "hdrf", "--help")
     options = options_in(text)

@@ -18,7 +18,15 @@ import yaml
 
 from pygdist import InputError
 from pygdist.commands import run_folder
-from pygdist.commands.run_folder import RunFolder, folder_to_go_on, named_checkpoint, new_folder
+from pygdist.commands.best_checkpoint import BestCheckpoint
+from pygdist.commands.run_folder import (
+    OwnCheckpoints,
+    RunFolder,
+    folder_to_go_on,
+    named_checkpoint,
+    new_folder,
+    note_of,
+)
 from tests.cli.commands import Outcome, assert_mistake, pygdist, slurm, torchrun
 
 FIT = ("fit", "--config=run.yaml")
@@ -131,6 +139,67 @@ def test_a_run_begins_where_there_is_nothing_of_it(begun: Path) -> None:
     assert [line.split(",")[0] for line in (begun / "ranks.csv").read_text().splitlines()] == ["epoch", "0", "1"]
     assert (begun / "runs" / "version_1" / "checkpoints" / "last.ckpt").is_symlink()
     assert not list(begun.rglob("*.partial"))
+
+
+def test_runs_that_save_in_one_folder_are_told_apart(folder: Path) -> None:
+    shared, other, ours = "--checkpoint.dirpath=ck", "--model.lr=0.5", "--model.lr=0.25"
+    _fit(folder, shared, other, "--trainer.max_epochs=3")
+    theirs = (folder / "ck" / "last.ckpt").read_bytes()
+    _fit(folder, shared, ours, "--trainer.max_epochs=1")
+    outcome = _fit(folder, shared, ours, "--resume", "--trainer.max_epochs=2")
+    assert "the run goes on from ck/last-v1.ckpt" in outcome.err
+    assert list(_losses(folder, 1)) == [0, 1]
+    saved = torch.load(folder / "ck" / "last-v1.ckpt", weights_only=True)
+    assert saved["optimizer_states"][0]["param_groups"][0]["lr"] == 0.25
+    assert (folder / "ck" / "last.ckpt").read_bytes() == theirs
+    for option, name in ((other, "last.ckpt"), (ours, "last-v1.ckpt")):
+        outcome = pygdist("test", "--config=run.yaml", shared, option, "--ckpt_path=last", folder=folder)
+        assert outcome.code == 0, outcome.err
+        assert f"--ckpt_path=last: ck/{name}\n" in outcome.err
+    outcome = pygdist("test", "--config=run.yaml", shared, "--model.lr=0.125", "--ckpt_path=last", folder=folder)
+    assert_mistake(outcome, "no run of this configuration", "ck/last-v1.ckpt is another run's (--model.lr)")
+
+
+def _begin(root: Path, version: int, saved: Path, **model: float) -> dict[str, Any]:
+    """Make the folder of a run that saves elsewhere, and return its configuration."""
+    config = {"task": "nodes", "model": dict(model), "checkpoint": {"dirpath": str(saved)}}
+    folder = root / f"version_{version}"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return config
+
+
+def test_checkpoints_that_note_no_run_count_if_only_one_saves_there(tmp_path: Path) -> None:
+    root, saved = tmp_path / "runs", tmp_path / "ck"
+    saved.mkdir()
+    torch.save({"state_dict": {}, "global_step": 1}, saved / "last.ckpt")
+    config = _begin(root, 0, saved, lr=0.5)
+    _begin(root, 1, tmp_path / "elsewhere", lr=0.25)
+    assert OwnCheckpoints.of(root / "version_0", config, root, saved)({})
+    assert named_checkpoint("last", root, config, saved) == saved / "last.ckpt"
+    _begin(root, 2, saved, lr=0.25)
+    assert not OwnCheckpoints.of(root / "version_0", config, root, saved)({})
+    with pytest.raises(InputError, match=r"several runs save in .*ck, and last\.ckpt does not say whose it is"):
+        named_checkpoint("last", root, config, saved)
+
+
+def test_a_run_is_told_from_one_of_the_same_configuration(tmp_path: Path) -> None:
+    root, saved = tmp_path / "runs", tmp_path / "ck"
+    configs = [_begin(root, version, saved, lr=0.5) for version in range(2)]
+    first, second = (RunFolder(root / f"version_{version}") for version in range(2))
+    own = OwnCheckpoints.of(first.path, configs[0], root, saved)
+    assert own({"pygdist": note_of(first, configs[0])})
+    assert not own({"pygdist": note_of(second, configs[1])})
+    best = BestCheckpoint()
+    best.own = own
+    saved.mkdir()
+    for run, is_own in ((first, True), (second, False)):
+        torch.save({"state_dict": {}, "pygdist": note_of(run, configs[0])}, saved / "last.ckpt")
+        assert best._last_in(saved, "") == (saved / "last.ckpt" if is_own else None), "another run's is not replaced"
+        run.finish()
+    again = RunFolder(first.path)
+    assert again.run == first.run, "it stays if the run goes on"
+    again.finish()
 
 
 AGAIN = {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from pygdist.commands.verify import _report
-from pygdist.testing.exactness import Difference
+from pygdist.testing.exactness import Difference, _difference
 from tests.cli.commands import assert_mistake, pygdist
 
 VERIFY = ("verify", "--config=run.yaml", "--world-size=2")
@@ -58,6 +59,14 @@ def test_the_exit_code_is_that_of_the_largest_relative_difference(
     assert "1e-06 (output)" in capsys.readouterr().out.replace("1.0e", "1e")
 
 
+def test_infinite_numbers_are_no_small_difference(capsys: pytest.CaptureFixture[str]) -> None:
+    ours, theirs = torch.tensor([1.0, 2.0]), torch.tensor([1.0, torch.inf])
+    for pair in ((ours, theirs), (theirs, ours), (theirs, theirs)):
+        found = {"loss": Difference(0.0, 0.0), "output": _difference(*pair, scale=1.0)}
+        assert _report(found, 1e-5, "2 against one") == 1
+        assert "NOT equal" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_gat_on_cora(shared_data: Path, tmp_path: Path) -> None:
     raw = tmp_path / "Cora" / "raw"
@@ -77,6 +86,11 @@ def test_gat_on_cora(shared_data: Path, tmp_path: Path) -> None:
     )
     assert outcome.code == 0, outcome.err + outcome.out
     assert "3 processes against one (pyg)" in outcome.out
+
+
+def test_pairs_of_nodes_are_not_compared(folder: Path) -> None:
+    said = "--task=links: verify compares a step on labels of nodes"
+    assert_mistake(pygdist(*VERIFY, "--task=links", folder=folder), said)
 
 
 @pytest.mark.parametrize("options", [("pull", "--data.batches=NeighborBatches"), ("replica",)], ids=lambda one: one[0])

@@ -9,8 +9,8 @@ import os
 import pickle
 import subprocess
 import sys
-import tempfile
 import traceback
+import zlib
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -78,17 +78,28 @@ def _serve(pipe: Connection, interprets: bool) -> None:
 
 
 def load_device(*, interprets: bool = True) -> None:
-    """Compile and load ``device.cpp``; hide packages of PyG whose operators were compiled without CUDA."""
+    """Load ``device.cpp``, compiled once; hide packages of PyG whose operators were compiled without CUDA."""
     os.environ["TRITON_INTERPRET"] = str(int(interprets))  # Triton reads it when it is imported, which torch may do
     sys.modules |= {"torch_scatter": None, "torch_sparse": None}  # type: ignore[dict-item]
     spec = importlib.util.find_spec("torch")
     assert spec is not None
     assert spec.submodule_search_locations is not None
-    root = Path(spec.submodule_search_locations[0])
-    includes, libraries = f"-I{root / 'include'}", [f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}"]
+    ctypes.CDLL(str(_compiled(Path(spec.submodule_search_locations[0]))))
+
+
+def _compiled(torch_folder: Path) -> Path:
+    """Return the library for a torch, which takes seconds to compile; it is kept in ``build``."""
     source = Path(__file__).with_name("device.cpp")
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "device.so"
-        command = ["c++", "-std=c++20", "-shared", "-fPIC", includes, str(source), "-o", str(library), *libraries]
-        subprocess.run([*command, "-lc10", "-ltorch_cpu"], check=True)
-        ctypes.CDLL(str(library))
+    includes, libraries = f"-I{torch_folder / 'include'}", torch_folder / "lib"
+    command = ["c++", "-std=c++20", "-shared", "-fPIC", includes, str(source)]
+    command += [f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-lc10", "-ltorch_cpu"]
+    compiler = subprocess.run(["c++", "--version"], check=True, capture_output=True).stdout
+    torch_version = (torch_folder / "version.py").read_bytes()
+    made_of = zlib.crc32(source.read_bytes() + torch_version + compiler + repr(command).encode())
+    library = source.parents[2] / "build" / "emulation" / f"device-{made_of:08x}.so"
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        partial = library.with_suffix(f".{os.getpid()}.partial")  # other workers may compile it too
+        subprocess.run([*command, "-o", str(partial)], check=True)
+        partial.replace(library)
+    return library

@@ -33,7 +33,11 @@ OPTIONS: list[tuple[str, dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize("backend", ["comm", "cache", "hybrid", "tensor", "replica", "delayed"])
+# on one rank hybrid computes as cache does; some layers on it are among the options below
+@pytest.mark.parametrize(
+    "backend",
+    ["comm", "cache", pytest.param("hybrid", marks=pytest.mark.exhaustive), "tensor", "replica", "delayed"],
+)
 def test_every_layer_on_one_gpu(backend: str, gpu: EmulatedProcess) -> None:
     # PDNConv learns the weights that it normalises, which replica finds out and refuses in a pass
     without = ["PDNConv"] if backend == "replica" else []

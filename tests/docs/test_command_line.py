@@ -66,6 +66,8 @@ def test_names_types_defaults_and_texts(pages: dict[str, str]) -> None:
     for name in partitioner_names():
         assert f"\n### partitioner `{name}`\n" in pages["classes"]
     assert "- `--model.backend.cache_ratio` (`float or None`): Compute this share" in pages["classes"]
+    assert "Exponent `γ`" in pages["classes"]
+    assert not [line for line in pages["classes"].splitlines() if line.startswith("- `--") and line.endswith(": ")]
 
 
 def test_nothing_is_of_this_machine_or_lists_the_classes_of_the_world(pages: dict[str, str]) -> None:

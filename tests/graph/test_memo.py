@@ -38,6 +38,13 @@ def test_edges_and_other_objects_are_told_apart_by_identity(made: itertools.coun
     assert results == [0, 0, 1, 1]
 
 
+def test_a_result_that_is_changed_is_made_again(made: itertools.count[int]) -> None:
+    memo, x = Memo[torch.Tensor](), torch.ones(2)
+    memo.get("", (x,), lambda: x * next(made)).add_(1)
+    assert not memo.knows("", (x,))
+    assert torch.equal(memo.get("", (x,), lambda: x * next(made)), x)
+
+
 def test_inputs_are_kept_alive() -> None:
     memo, pieces, x = Memo[str](), {1, 2}, torch.ones(3)
     memory, held = x.data_ptr(), weakref.ref(pieces)

@@ -408,7 +408,36 @@ class Updating(Odd):
         return inputs * degree
 
 
-@pytest.mark.parametrize("cls", [Odd, FromLayer, OnLayer, Normed, Drawing, Updating])
+class Gated(Odd):
+    """Looks up a parameter by the destinations of edges, which blocks number anew."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(kind)
+        self.gate = nn.Parameter(torch.linspace(-1.0, 1.0, 64))
+
+    def message(self, x_j: Tensor, index: Tensor) -> Tensor:
+        return x_j * self.gate[index][:, None]
+
+
+class OverAllEdges(Odd):
+    def message(self, x_j: Tensor) -> Tensor:
+        return x_j.softmax(0)
+
+
+class InADictionary(Odd):
+    """Reads what a later call replaces before the backward pass."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        self.state = {"gate": torch.full((1,), float(len(x)), dtype=x.dtype)}
+        return super().forward(x, edge_index)
+
+    def message(self, x_j: Tensor) -> Tensor:
+        return x_j * self.state["gate"]
+
+
+@pytest.mark.parametrize(
+    "cls", [Odd, FromLayer, OnLayer, Normed, Drawing, Gated, OverAllEdges, InADictionary, Updating]
+)
 def test_what_a_block_cannot_hold_runs_whole(
     cls: type[Odd], graph: tuple[Data, Shard], counted: list[list[int]]
 ) -> None:

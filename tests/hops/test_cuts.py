@@ -68,6 +68,29 @@ def test_terms_of_all_ranks_and_the_rest_are_the_layer(name: str, weighted: bool
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: setattr(layer, "aggr_module", nn.MaxAggregation()),
+        lambda layer: setattr(layer, "root_weight", False),
+    ],
+)
+def test_a_layer_that_is_changed_is_tried_again(change: Any) -> None:
+    layer = nn.SAGEConv(WIDTH, 4).double()
+    before = cut_of(layer)
+    assert cut_of(layer) is before
+    change(layer)
+    assert cut_of(layer) is not before
+
+
+def test_hooks_on_the_modules_of_a_layer_are_seen() -> None:
+    layer = nn.SAGEConv(WIDTH, 4).double()
+    cut_of(layer)
+    layer.lin_l.register_forward_hook(lambda module, args, out: out * 2)
+    with pytest.raises(ValueError, match="has other linear modules than PyG's"):
+        cut_of(layer)
+
+
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize(
     "make",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from torch_geometric.nn import MessagePassing
 from typing_extensions import override
 
 from pygdist.errors import InputError
-from pygdist.hops.reads import leaves_of
+from pygdist.hops.reads import leaves_of, read_names
 from tests.backends.training import epoch, one_rank_in_little_memory, same
 
 
@@ -140,3 +142,17 @@ def test_what_would_get_no_gradient_is_refused(computed: bool, tmp_path: Path, m
         model(shard.x, shard.adjacency)
     with torch.no_grad():
         model(shard.x, shard.adjacency)
+
+
+def test_names_hold_no_class() -> None:
+    """The class of a routed layer has its backend, which holds a graph."""
+
+    class Layer(nn.Module):
+        def message(self) -> Any:
+            return self.scale
+
+    assert read_names(Layer, ("message",)) == {"scale"}
+    gone = weakref.ref(Layer)
+    del Layer
+    gc.collect()
+    assert gone() is None

@@ -183,6 +183,17 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(lambda *rows: gat(csr, *rows), gat_inputs(csr, 2, 3))
 
 
+@pytest.mark.parametrize(("heads", "channels"), [(0, 3), (2, 0), (0, 0)])
+@pytest.mark.usefixtures("path")
+def test_gat_of_nothing(heads: int, channels: int) -> None:
+    csr = random_csr()
+    leaves = gat_inputs(csr, heads, channels)
+    out = gat(csr, *leaves)
+    assert out.shape == (csr.num_rows, heads, channels)
+    out.sum().backward()
+    assert all(leaf.grad is not None and not leaf.grad.any() for leaf in leaves)
+
+
 @pytest.mark.parametrize(("num_rows", "num_cols"), [(5, 4), (0, 4), (3, 0), (0, 0)])
 @pytest.mark.usefixtures("path")
 def test_no_edges(num_rows: int, num_cols: int) -> None:

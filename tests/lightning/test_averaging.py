@@ -26,6 +26,7 @@ from pygdist.lightning import (
     ModelAveragingStrategy,
     PredictionWriter,
 )
+from pygdist.lightning.part_models import PartModels
 from pygdist.native import load
 from pygdist.sampler import NeighborBatches
 from pygdist.testing import RankPool
@@ -512,3 +513,11 @@ def test_predictions_of_some_nodes_are_not_written(pool: RankPool, tmp_path: Pat
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_mean_of_equal_models_in_half_precision_is_this_model(dtype: torch.dtype) -> None:
+    module = nn.Linear(50, 50).to(dtype)
+    models = PartModels(module, [], dict.fromkeys(range(7), 1 / 7), {part: [] for part in range(7)})
+    mean = models.mean(Communicator(), "models")
+    assert all(torch.equal(one, value) for one, value in zip(mean, module.parameters(), strict=True))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch_geometric.data import Data
 from torch_geometric.nn import GCN
 
 from pygdist import GraphDataModule, InputError
@@ -18,6 +19,7 @@ from pygdist.graph import corrupted_sources, known_pairs
 from pygdist.lightning import HitsAtK, LinkPredictor
 from pygdist.testing import RankPool
 from tests.lightning import runs
+from tests.turns import by_turns
 
 K, EPOCHS = 10, 4
 
@@ -58,26 +60,21 @@ def _fit(
     return logged, {name: value.clone() for name, value in module.state_dict().items()}
 
 
+SETTINGS = [(2, "comm"), (2, "hybrid"), (3, "cache"), (2, "delayed"), (3, "delayed"), (3, "tensor")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("decoder", [False, True])
-def test_any_number_of_ranks_learns_the_same(decoder: bool, pool: RankPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("world_size", "backend", "decoder"), by_turns(2, SETTINGS, [False, True]))
+def test_any_number_of_ranks_learns_the_same(
+    world_size: int, backend: str, decoder: bool, pool: RankPool, tmp_path: Path
+) -> None:
     expected, state = pool.run(_fit, 1, str(tmp_path), decoder, {})[0]
     assert expected[-2]["train_loss"] < expected[0]["train_loss"]
-    for world_size, settings in (
-        (2, {}),
-        (2, {"backend": "hybrid"}),
-        (3, {"backend": "cache"}),
-        (3, {"backend": "tensor"}),
-        (2, {"backend": "delayed"}),
-        (3, {"backend": "delayed"}),
-    ):
-        for history, parameters in pool.run(_fit, world_size, str(tmp_path), decoder, settings):
-            for mine, theirs in zip(history, expected, strict=True):
-                assert mine.keys() == theirs.keys()
-                for name, value in theirs.items():
-                    assert mine[name] == pytest.approx(value, rel=1e-6), (world_size, settings, name)
-            for name, value in state.items():
-                assert torch.allclose(parameters[name], value, rtol=0, atol=1e-9), name
+    for history, parameters in pool.run(_fit, world_size, str(tmp_path), decoder, {"backend": backend}):
+        for mine, theirs in zip(history, expected, strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-6)
+        for name, value in state.items():
+            assert torch.allclose(parameters[name], value, rtol=0, atol=1e-9), name
 
 
 def test_sums_that_come_late_learn_links_too(pool: RankPool, tmp_path: Path) -> None:
@@ -235,3 +232,22 @@ def test_parts_by_themselves_learn_no_links() -> None:
 def test_arguments_that_make_no_sense(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
         LinkPredictor(_encoder(), **settings)
+
+
+def _averaged(rank: int, world_size: int, folder: str) -> tuple[list[float], list[float]]:
+    """Sizes of the parameters before and after a training on a graph without labels, by models that are averaged."""
+    data = GraphDataModule(
+        Data(x=runs.graph().x, edge_index=runs.graph().edge_index),
+        edge_split=(0.1, 0.1),
+        cache_dir=Path(folder) / "cache",
+    )
+    module = LinkPredictor(runs.model())
+    before = [float(one.detach().abs().sum()) for one in module.parameters()]
+    strategy = "model_averaging"
+    runs.trainer(rank, world_size, folder, strategy=strategy, max_epochs=1).fit(module, datamodule=data)
+    return before, [float(one.detach().abs().sum()) for one in module.parameters()]
+
+
+def test_models_are_averaged_on_a_graph_without_labels(pool: RankPool, tmp_path: Path) -> None:
+    ((before, after),) = pool.run(_averaged, 1, str(tmp_path))
+    assert all(one > 0 for one, was in zip(after, before, strict=True) if was)

@@ -6,6 +6,7 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
@@ -121,6 +122,35 @@ def test_losses_are_those_of_torch(
             assert torch.allclose(parameters[name], value, rtol=0, atol=1e-10), name
         for rows, values in predicted:
             assert torch.allclose(values, logits[rows], rtol=0, atol=1e-10)
+
+
+class Reweighs(pl.Callback):
+    """Gives other weights from epoch 1 on."""
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        pl_module.class_weights = [1.0] * 4 if trainer.current_epoch == 0 else WEIGHTS
+
+
+def _fit_reweighed(rank: int, world_size: int, folder: str) -> dict[str, Tensor]:
+    data: Any = GraphDataModule(runs.graph(), partitioner="hash", cache_dir=Path(folder) / "cache")
+    module = Plain(runs.model(), class_weights=[1.0] * 4, check=False)
+    trainer = runs.trainer(rank, world_size, folder, callbacks=[Reweighs()], max_epochs=2, limit_val_batches=0)
+    trainer.fit(module, datamodule=data)
+    return {name: value.clone() for name, value in module.model.state_dict().items()}
+
+
+def test_weights_may_change_between_epochs(pool: RankPool, tmp_path: Path) -> None:
+    whole, model = runs.graph(), runs.model().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for kind in ([1.0] * 4, WEIGHTS):
+        out, mask = model(whole.x, whole.edge_index, whole.edge_weight), whole.train_mask
+        optimizer.zero_grad()
+        weight = torch.tensor(kind, dtype=torch.float64)
+        functional.cross_entropy(out[mask], whole.y[mask], weight=weight).backward()
+        optimizer.step()
+    for parameters in pool.run(_fit_reweighed, 2, str(tmp_path)):
+        for name, value in model.state_dict().items():
+            assert torch.allclose(parameters[name], value, rtol=0, atol=1e-10), name
 
 
 def _several(rank: int, world_size: int, folder: str) -> str:

@@ -70,9 +70,13 @@ _PIPELINED = ["--model.backend=PushPullBackend", "--model.backend.pipeline=3", *
 @pytest.mark.skipif(load() is None, reason="the sampler is in the native library")
 @pytest.mark.parametrize(
     ("ending", "batches"),
-    [("SIGKILL", _PULLED), ("SIGSTOP", _PULLED), ("SIGKILL", _PIPELINED), ("SIGSTOP", _SCORED)],
-    ids=["killed-pull", "stopped-pull", "killed-pipeline", "stopped-scores"],
-)  # fmt: skip
+    [
+        pytest.param("SIGKILL", _PULLED, id="killed-pull", marks=pytest.mark.exhaustive),
+        pytest.param("SIGSTOP", _PULLED, id="stopped-pull"),
+        pytest.param("SIGKILL", _PIPELINED, id="killed-pipeline"),
+        pytest.param("SIGSTOP", _SCORED, id="stopped-scores"),
+    ],
+)
 def test_a_rank_that_is_lost_while_batches_are_on_their_way_is_named(
     folder: Path, ending: str, batches: list[str]
 ) -> None:

@@ -13,7 +13,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GCN
 
 from pygdist import GraphDataModule, NodeClassifier
-from pygdist.commands.train import BestCheckpoint
+from pygdist.commands.best_checkpoint import BestCheckpoint
 from pygdist.lightning import NodeRegressor
 from pygdist.testing import RankPool
 from tests.lightning import runs

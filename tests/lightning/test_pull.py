@@ -19,9 +19,9 @@ from torch_geometric.data import Data
 
 from pygdist import GraphDataModule, InputError, NodeClassifier
 from pygdist.backends import PullBackend, Savings
-from pygdist.backends.passes.sampled import SampledPass
+from pygdist.backends.passes.sampled import SAMPLED_HOPS, SampledHops, SampledPass
 from pygdist.comm import Communicator
-from pygdist.graph import Shard, write_store
+from pygdist.graph import Adjacency, Shard, write_store
 from pygdist.kernels import CSR
 from pygdist.lightning import LinkPredictor, ModelAveragingStrategy
 from pygdist.lightning.parts import sampled_graph
@@ -29,7 +29,7 @@ from pygdist.nn.inputs import outputs_of
 from pygdist.routing import distribute
 from pygdist.sampler import ClusterBatches, EdgeBatches, NeighborBatches, _native
 from pygdist.sampler.epoch import ShuffledOrder
-from pygdist.testing import RankPool
+from pygdist.testing import RankPool, random_graph
 from tests.kernels.oracle import needs_library
 from tests.lightning import runs
 
@@ -394,3 +394,48 @@ def test_a_cache_saves_bytes(pool: RankPool, tmp_path: Path) -> None:
     assert all(kept < whole for kept, whole in zip(sent["degree"], sent["none"], strict=True))
     assert sent["epoch"][0] == sent["none"][0]
     assert all(kept < whole for kept, whole in zip(sent["epoch"][1:], sent["none"][1:], strict=True))
+
+
+class OwnNorm(torch.nn.Module):
+    """A norm of the user's own, which looks at all rows in training alone; the edges come first."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.SAGEConv(5, 8), nn.SAGEConv(8, 3)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, edge_index: Tensor, x: Tensor) -> Tensor:
+        hidden = self.first(x, edge_index)
+        mean = hidden.mean(0) if self.training else self.mean
+        with torch.no_grad():
+            self.mean.lerp_(mean, 0.1)
+        out: Tensor = self.second(hidden - mean, edge_index)
+        return out
+
+
+def _bound_batch(tmp_path: Path, net: torch.nn.Module) -> tuple[PullBackend, torch.nn.Module, Tensor, Adjacency]:
+    data, parts = random_graph("directed")
+    write_store(data, parts[1], tmp_path / "parts", num_parts=1, method="x", arguments={}, notes=[])
+    backend, sizes = PullBackend(), (4, 6, 8)
+    backend.bind(Shard.load(tmp_path / "parts", 0), Communicator())
+    target = torch.arange(10).repeat_interleave(2)
+    source = (torch.arange(20) * 5 + 3) % torch.where(target < 4, 10, 18)
+    edges = Adjacency(torch.stack([source, target]), num_src=18, num_dst=18)
+    edges.slot(SAMPLED_HOPS, lambda: SampledHops(sizes))
+    return backend, distribute(net, backend=backend, check=False), torch.randn(18, 5, dtype=torch.float64), edges
+
+
+def test_a_norm_that_looks_at_all_rows_in_training_alone_gets_them(tmp_path: Path) -> None:
+    plain = OwnNorm().double()
+    _, model, x, edges = _bound_batch(tmp_path, copy.deepcopy(plain))
+    out = model(edges, x)
+    torch.testing.assert_close(out, plain(edges.as_tensor(), x)[:4], rtol=0, atol=1e-12)
+    torch.testing.assert_close(model.mean, plain.mean)
+
+
+def test_a_batch_has_as_many_nodes_as_its_edges_say(tmp_path: Path) -> None:
+    backend, model, x, edges = _bound_batch(tmp_path, OwnNorm().double())
+    assert backend._over(model, (edges, x), {}).num_rows == 18
+    assert backend._over(model, (), {"edge_index": edges, "x": torch.ones(())}).num_rows == 18

@@ -11,17 +11,19 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from torch import Tensor, nn
-from torch_geometric.nn import GCN
+from torch_geometric.nn import GCN, GraphSAGE
 
 from experiments.reliability.malformed.stores import forge
 from pygdist import GraphDataModule, GraphDDPStrategy, InputError
-from pygdist.backends import DelayedBackend, HybridBackend, ReplicaBackend
+from pygdist.backends import DelayedBackend, HybridBackend, PushPullBackend, ReplicaBackend
 from pygdist.comm import Communicator
 from pygdist.graph import write_store
 from pygdist.lightning import LinkPredictor, ModelAveragingStrategy, NodeClassifier
 from pygdist.lightning.checks import check_device, check_precision
 from pygdist.lightning.to_rank_zero import from_rank_zero
+from pygdist.sampler import NeighborBatches
 from pygdist.testing import RankPool
+from tests.kernels.oracle import needs_library
 from tests.lightning import runs
 
 
@@ -249,6 +251,42 @@ def test_a_loss_whose_scale_changes_is_refused_where_gradients_come_late(tmp_pat
     run = runs.trainer(0, 1, str(tmp_path), plugins=[runs.PoolEnvironment(0), scaled], precision=None)
     with pytest.raises(InputError, match="precision=16-mixed: the loss is scaled by a number that changes"):
         run.fit(module, datamodule=data)
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"limit_train_batches": 2}, r"limit_train_batches=2: with pipeline=3 .* an epoch of 2 steps trains nothing"),
+        ({"overfit_batches": 1}, r"overfit_batches=1: with pipeline=3 .* allow at least 3 steps"),
+    ],
+    ids=["limit", "overfit"],
+)
+def test_an_epoch_too_short_for_a_pipeline_is_refused(options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    batches = NeighborBatches([4, 3], batch_size=13)
+    data = GraphDataModule(runs.graph(), batches=batches, cache_dir=tmp_path)
+    module = NodeClassifier(GraphSAGE(12, 8, 2, 4), PushPullBackend(pipeline=3), check=False)
+    with pytest.raises(InputError, match=words):
+        runs.trainer(0, 1, str(tmp_path), **options).fit(module, datamodule=data)
+
+
+def _fit_scaled(rank: int, world_size: int, folder: str) -> str:
+    graph = runs.graph()
+    graph.x = graph.x.float()
+    batches, scaler = NeighborBatches([4, 3], batch_size=13), torch.amp.GradScaler("cpu")
+    data = GraphDataModule(graph, partitioner="hash", batches=batches, cache_dir=Path(folder) / "cache")
+    module = NodeClassifier(GraphSAGE(12, 8, 2, 4), PushPullBackend(first_weights="sharded"), check=False)
+    plugins = [runs.PoolEnvironment(rank), MixedPrecision("16-mixed", "cpu", scaler)]
+    with pytest.raises(InputError) as error:
+        runs.trainer(rank, world_size, folder, plugins=plugins, precision=None).fit(module, datamodule=data)
+    return str(error.value)
+
+
+@needs_library
+def test_a_loss_whose_scale_changes_is_refused_with_sharded_weights(pool: RankPool, tmp_path: Path) -> None:
+    for said in pool.run(_fit_scaled, 2, str(tmp_path)):
+        assert said.startswith("trainer.precision=16-mixed: a rank that finds an overflow in its columns")
+        assert said.endswith("use bf16-mixed, or first_weights='gathered'")
 
 
 def test_a_device_without_kernels_is_refused() -> None:

@@ -102,6 +102,23 @@ def _recorded_without_matplotlib(rank: int, world_size: int, folder: str) -> str
     return "\n".join(str(one.message) for one in told)
 
 
+def _not_recorded(rank: int, world_size: int, folder: str) -> str:
+    classifier, data = runs.module(folder)
+    timeline = Timeline(Path(folder) / "out" / "timeline.json", first_epoch=9)
+    trainer = runs.trainer(rank, world_size, folder, max_epochs=1, callbacks=[timeline], strategy="graph_ddp")
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer.fit(classifier, datamodule=data)
+    return "\n".join(str(one.message) for one in told)
+
+
+def test_a_training_that_ends_before_says_so(pool: RankPool, tmp_path: Path) -> None:
+    first, second = pool.run(_not_recorded, 2, str(tmp_path))
+    assert "timeline.json is not written, since epochs 9 to 11 were not trained here" in first
+    assert "Timeline" not in second
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("options", [{"first_epoch": -1}, {"epochs": 0}])
 def test_epochs_that_make_no_sense(options: dict[str, Any]) -> None:
     with pytest.raises(MisconfigurationException, match="Timeline: first_epoch is"):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch.nn import functional
+from torchmetrics.classification import MultilabelF1Score
 
 from pygdist import InputError
 from pygdist.testing import RankPool
@@ -126,6 +127,34 @@ def _fit_with_dropout(rank: int, world_size: int, folder: str) -> torch.Tensor:
 def test_ranks_drop_out_different_rows(pool: RankPool, tmp_path: Path) -> None:
     first, second = pool.run(_fit_with_dropout, 2, str(tmp_path))
     assert not torch.equal(first, second)
+
+
+def test_several_labels_of_no_node_are_no_score() -> None:
+    module = runs.NodeClassifier(runs.model())
+    score = MultilabelF1Score(num_labels=3, average="micro")
+    module.update_scores({"f1": score}, torch.ones(1, 3), torch.tensor([[1.0, 1.0, 0.0]]), None)
+    module.update_scores({"f1": score}, torch.ones(0, 3), torch.ones(0, 3), None)
+    assert float(score.compute()) == pytest.approx(0.8)
+
+
+def _one_model_after_another(rank: int, world_size: int, folder: str) -> tuple[list[float], list[float]]:
+    """The first weight of each model of a script that was seeded once, before and after its training."""
+    _, data = runs.module(folder)
+    torch.manual_seed(11)
+    before, after = [], []
+    for _ in range(3):
+        net = runs.GCN(12, 8, num_layers=2, out_channels=4, dropout=0.5)
+        before.append(float(net.convs[0].lin.weight.detach()[0, 0]))
+        runs.trainer(rank, world_size, folder, max_epochs=1).fit(runs.NodeClassifier(net, check=False), datamodule=data)
+        after.append(float(net.convs[0].lin.weight.detach()[0, 0]))
+    return before, after
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_repeated_runs_of_a_script_begin_with_other_weights(world_size: int, pool: RankPool, tmp_path: Path) -> None:
+    (before, after), *others = pool.run(_one_model_after_another, world_size, str(tmp_path))
+    assert len(set(before)) == 3
+    assert all(one == after for _, one in others)
 
 
 def _fit_lazily(rank: int, world_size: int, folder: str) -> dict[str, torch.Tensor]:

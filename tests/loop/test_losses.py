@@ -54,6 +54,19 @@ def test_losses_are_torchs_means(pool: RankPool, tmp_path: Path) -> None:
         assert found == pytest.approx([float(one) for one in expected], rel=1e-12)
 
 
+def _rounded(rank: int, num_ranks: int, folder: str) -> list[float]:
+    graph = open_graph(masked_graph, cache_dir=folder)
+    generator = torch.Generator().manual_seed(0)
+    drawn = (torch.randn(160, 4, generator=generator)[graph.n_id] for _ in range(300))
+    return [float(graph.mean_loss(F.cross_entropy, rows, graph.y, graph.n_id < 60)) for rows in drawn]
+
+
+def test_all_processes_see_the_same_bits(pool: RankPool, tmp_path: Path) -> None:
+    """Otherwise a loop that stops early would stop on one alone."""
+    first, *others = pool.run(_rounded, 3, str(tmp_path))
+    assert others == [first] * 2
+
+
 _MARGINS = torch.tensor([0.5, 2.0, 1.0, 0.25]).double()
 MEANS: dict[str, Callable[..., Tensor]] = {
     "target of -100": nn.MSELoss(),
@@ -156,5 +169,5 @@ def test_pairs_of_nodes_are_scored_as_on_one_process(whole: bool, pool: RankPool
         torch.testing.assert_close(gradients, [one.grad for one in model.parameters()], rtol=0, atol=1e-12)
         ids, rows, kind = wrong
         assert "but the graph has 160 nodes" in ids
-        assert "rows, but this process has" in rows
+        assert "rows: rows of shape (53, 8), but this process has 54 nodes" in rows
         assert "ids of torch.int32, expected int64" in kind

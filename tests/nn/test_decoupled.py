@@ -26,6 +26,7 @@ from pygdist.nn.inputs import edge_inputs
 from pygdist.routing import distribute
 from pygdist.testing import RankPool, random_graph
 from pygdist.testing.exactness import distributed_step, largest_differences, reference_step
+from tests.turns import by_turns
 
 MODELS: dict[str, type[BasicGNN]] = {"GCN": GCN, "GraphSAGE": GraphSAGE, "GIN": GIN, "GAT": GAT}
 
@@ -252,8 +253,7 @@ def _run(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["single", "comm", "cache", "hybrid", "tensor"])
-@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize(("case", "backend"), by_turns(3, list(CASES), ["comm", "tensor", "cache", "hybrid", "single"]))
 def test_every_backend_gives_the_same_numbers(case: str, backend: str, tmp_path: Path, pool: RankPool) -> None:
     if backend == "hybrid" and load() is None:
         pytest.skip("hybrid plans in the native library")
@@ -262,8 +262,7 @@ def test_every_backend_gives_the_same_numbers(case: str, backend: str, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["comm", "tensor"])
-@pytest.mark.parametrize("kind", ["directed", "empty-part", "isolated"])
+@pytest.mark.parametrize(("kind", "backend"), by_turns(2, ["directed", "empty-part", "isolated"], ["comm", "tensor"]))
 def test_deeper_models_on_other_graphs(kind: str, backend: str, tmp_path: Path, pool: RankPool) -> None:
     for case in ("GCN", "GraphSAGE", "GIN-eps", "GAT-heads"):
         assert _run(case, backend, 3, 3, tmp_path / case, pool, kind=kind)[0] < 1e-10, case
@@ -277,8 +276,9 @@ def test_hooks_on_hops_are_called(case: str, tmp_path: Path, pool: RankPool) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_layers", [1, 2, 3, 4])
-@pytest.mark.parametrize("case", ["GCN", "GraphSAGE", "GIN", "GAT", "GAT-heads"])
+@pytest.mark.parametrize(
+    ("case", "num_layers"), by_turns(2, ["GCN", "GraphSAGE", "GIN", "GAT", "GAT-heads"], [1, 2, 3, 4])
+)
 def test_four_exchanges_whatever_the_depth(case: str, num_layers: int, tmp_path: Path, pool: RankPool) -> None:
     """Each of the bytes that the paper has: rows as wide as the output to slices, and back; the gradients once more.
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch_geometric.nn import BatchNorm, EdgeConv, GraphNorm, LayerNorm
+from torch_geometric.nn import BatchNorm, EdgeConv, GraphNorm, LayerNorm, MeanAggregation, MeanSubtractionNorm, PairNorm
 
 from pygdist import InputError, Shard, distribute
 from pygdist.backends import CommBackend
@@ -142,6 +142,31 @@ def _check_message(rank: int, world_size: int, store: str) -> None:
     expected = layer(data.x, data.edge_index)[shard.owned_id]
     distribute(layer, backend=backend)
     assert torch.allclose(layer(shard.x, shard.adjacency), expected, rtol=0, atol=1e-10)
+
+
+def test_a_weight_without_a_bias(shard: Shard) -> None:
+    backend, plain = CommBackend(), nn.BatchNorm1d(5).double()
+    backend.bind(shard, Communicator())
+    nn.init.normal_(plain.weight)
+    plain.bias = None  # as torch's own option does
+    expected = copy.deepcopy(plain)(shard.x)
+    assert torch.allclose(distribute(plain, backend=backend, check=False)(shard.x), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "norm",
+    [PairNorm(), LayerNorm(5, mode="graph"), MeanSubtractionNorm(), GraphNorm(5), MeanAggregation()],
+    ids=lambda norm: type(norm).__name__,
+)
+def test_sums_over_many_nodes_fit_half_precision(norm: nn.Module, dtype: torch.dtype, shard: Shard) -> None:
+    x = (torch.rand(40_000, 5, dtype=torch.float64) + 5).to(dtype)  # their sum is above 65504
+    backend = CommBackend()
+    backend.bind(shard.replace(num_nodes=len(x), num_owned=len(x)), Communicator())
+    expected = copy.deepcopy(norm).double()(x.double())
+    out = distribute(copy.deepcopy(norm), backend=backend, check=False)(x)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), expected, rtol=0.02, atol=0.03)
 
 
 def test_a_graph_of_one_node(shard: Shard) -> None:

@@ -14,11 +14,17 @@ from torch_geometric.nn import RGCNConv
 
 from pygdist.backends import resolve_backend
 from pygdist.comm import Communicator
+from pygdist.errors import InputError
 from pygdist.graph import Shard, load_graph, write_store
 from pygdist.nn.rgcn import RGCN
 from pygdist.routing import distribute
 from pygdist.testing import RankPool
 from pygdist.testing.exactness import distributed_step, largest_differences, reference_step
+
+
+def test_a_stack_has_at_least_one_layer() -> None:
+    with pytest.raises(InputError, match="RGCN: num_layers is 0, expected at least 1"):
+        RGCN(4, 4, num_layers=0, out_channels=4, num_relations=2)
 
 
 def _graph() -> Data:

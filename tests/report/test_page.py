@@ -93,6 +93,8 @@ def test_commands_are_quoted_for_the_shell(write: Write) -> None:
     for again, expected in {
         "run --a {a} --b {b}": "run --a &#39;two words&#39; --b 1",
         'run --a "{a}"': "run --a &#34;two words&#34;",
+        'run "it\'s {b}" {a}': "run &#34;it&#39;s 1&#34; &#39;two words&#39;",
+        'run "b {b} a {a}" {a}': "run &#34;b 1 a two words&#34; &#39;two words&#39;",
         "run {c!s}": "run --x 1",
         "{c}": "--x 1",
     }.items():
@@ -120,6 +122,13 @@ def test_several_runs_are_their_median(write: Write) -> None:
     assert _points(figure) == {"b": [("x", 3), ("y", 2)]}
     assert (figure["data"][0]["error_y"]["array"], figure["data"][0]["error_y"]["arrayminus"]) == ([7, 0], [2, 0])
     assert "drawn as their median" in report.html
+
+
+def test_runs_on_other_machines_are_apart_where_the_table_names_what_differs(write: Write) -> None:
+    rows = [{"a": "x", "seed": 0, "threads": threads, "s": 2 / threads} for threads in (1, 2)]
+    report = make_report(write("one", rows, table=["threads", "s"], mean={"over": "seed", "of": "s"}))
+    means, _ = _text(report.html).split("Every run")
+    assert re.findall(r'<td class="number"[^>]*>([^<]*)</td>', means) == ["1", "2", "1", "2", "1", "1"]
 
 
 def test_runs_of_one_measurement_are_their_mean(write: Write) -> None:

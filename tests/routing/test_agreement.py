@@ -18,9 +18,12 @@ from torch_geometric.nn import GCN, BatchNorm, GCNConv, GraphConv, MeanAggregati
 from pygdist.backends import ReplicaBackend, resolve_backend
 from pygdist.comm import Communicator
 from pygdist.comm.process import watch
-from pygdist.graph import Shard, write_store
+from pygdist.errors import InputError
+from pygdist.graph import Adjacency, Shard, write_store
+from pygdist.kernels import CSR
 from pygdist.routing import distribute
 from pygdist.testing import RankPool, random_graph
+from tests.turns import by_turns
 
 pytestmark = pytest.mark.slow
 BACKENDS = ["comm", "cache", "hybrid", "tensor"]
@@ -60,6 +63,30 @@ CHANGES: dict[Callable[[nn.Module, dict[str, Any]], None], str] = {
     _no_weight: "rank 0 gives edge_weight: tensor of torch.float64, 1 dimensions, rank 1 gives edge_weight: None",
     _other_dtype: "rank 1 gives x: tensor of torch.float32, 2 dimensions: all ranks",
 }
+
+
+def _other_graph(rank: int, world_size: int, store: str, backend: str, both: bool) -> str:
+    """What a model says of the edges of a graph with other sources, on both ranks or on one."""
+    bound, shard = resolve_backend(backend), Shard.load(store, rank)
+    bound.bind(shard, Communicator(dist.new_group()))
+    model = distribute(GCN(5, 8, 2, 3).double(), backend=bound)
+    assert model(shard.x, copy.deepcopy(shard.adjacency)).isfinite().all()
+    csr = shard.adjacency.csr()
+    other = Adjacency.from_csr(CSR(csr.indptr, csr.index.flip(0), csr.num_cols))
+    try:
+        model(shard.x, other if both or rank == 1 else shard.adjacency)
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("backend", ["comm", "tensor"])
+def test_edges_of_another_graph_are_refused(backend: str, store: str, pool: RankPool) -> None:
+    """Halo rows would be those of other nodes."""
+    for said in pool.run(_other_graph, 2, store, backend, True):
+        assert "GCN gets the edges of another graph" in said
+    for said in pool.run(_other_graph, 2, store, backend, False):
+        assert "rank 0 gets the edges of its graph, rank 1 gets the edges of another graph" in said
 
 
 def _changed(rank: int, world_size: int, store: str, backend: str, change: Any) -> tuple[str, float]:
@@ -183,10 +210,13 @@ def _on_one_rank(rank: int, world_size: int, store: str, backend: str, kind: str
     return worst
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    "kind",
-    ["copy", "view", "graded", "graded-weight", "converted", "written", "weight-copy", "fewer-edges", "no-weight"],
+    ("kind", "backend"),
+    by_turns(
+        2,
+        ["copy", "view", "graded", "graded-weight", "converted", "written", "weight-copy", "fewer-edges", "no-weight"],
+        BACKENDS,
+    ),
 )
 def test_what_one_rank_alone_does_to_its_tensors(kind: str, backend: str, tmp_path: Path, pool: RankPool) -> None:
     data, parts = random_graph("directed")
@@ -285,8 +315,7 @@ def _decided(rank: int, world_size: int, folder: str, name: str, kinds: list[str
     return said
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("backend", [*BACKENDS, "replica"])
+@pytest.mark.parametrize(("backend", "world_size"), by_turns(2, [*BACKENDS, "replica"], [2, 3]))
 def test_the_check_tells_of_passes_that_rows_decide_on(
     backend: str, world_size: int, deciding: tuple[Any, str], pool: RankPool
 ) -> None:
@@ -298,8 +327,7 @@ def test_the_check_tells_of_passes_that_rows_decide_on(
             assert re.match(r"InputError: Deciding .* decides by rows .*test_agreement.py:\d+\)", told[kind])
 
 
-@pytest.mark.parametrize("kind", DECISIONS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "kind"), by_turns(2, BACKENDS, DECISIONS))
 def test_ranks_are_told_of_passes_that_rows_decide_on(
     backend: str, kind: str, deciding: tuple[Any, str], pool: RankPool
 ) -> None:
@@ -310,28 +338,29 @@ def test_ranks_are_told_of_passes_that_rows_decide_on(
         assert ("'norm" if kind == "either-norm" else "propagate 2" if kind == "if" else "'again', GCN") in told[kind]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_passes_that_all_nodes_decide_on_are_exact(backend: str, deciding: tuple[Any, str], pool: RankPool) -> None:
+@pytest.mark.parametrize(("backend", "world_size"), by_turns(2, BACKENDS, [2, 3]))
+def test_passes_that_all_nodes_decide_on_are_exact(
+    backend: str, world_size: int, deciding: tuple[Any, str], pool: RankPool
+) -> None:
     data, folder = deciding
-    for world_size in (2, 3):
-        ranks = pool.run(_decided, world_size, folder, backend, DECISIONS, True, True)
-        for kind in DECISIONS:
-            torch.manual_seed(0)
-            plain = Deciding(kind, whole=True).double()
-            data_x = _features(data, world_size)
-            for _ in range(2):
-                expected = plain(data_x, data.edge_index)
-                expected.square().sum().backward()
-            for told in ranks:
-                assert not isinstance(told[kind], str), told[kind]
-                rows, out, _ = told[kind]
-                torch.testing.assert_close(out, expected[rows].detach(), rtol=0, atol=1e-10)
-            for at, one in enumerate(plain.parameters()):
-                shares = [told[kind][2][at] for told in ranks]
-                if one.grad is None:
-                    assert shares == [None] * world_size
-                else:
-                    torch.testing.assert_close(sum(shares), one.grad, rtol=0, atol=1e-10)
+    ranks = pool.run(_decided, world_size, folder, backend, DECISIONS, True, True)
+    for kind in DECISIONS:
+        torch.manual_seed(0)
+        plain = Deciding(kind, whole=True).double()
+        data_x = _features(data, world_size)
+        for _ in range(2):
+            expected = plain(data_x, data.edge_index)
+            expected.square().sum().backward()
+        for told in ranks:
+            assert not isinstance(told[kind], str), told[kind]
+            rows, out, _ = told[kind]
+            torch.testing.assert_close(out, expected[rows].detach(), rtol=0, atol=1e-10)
+        for at, one in enumerate(plain.parameters()):
+            shares = [told[kind][2][at] for told in ranks]
+            if one.grad is None:
+                assert shares == [None] * world_size
+            else:
+                torch.testing.assert_close(sum(shares), one.grad, rtol=0, atol=1e-10)
 
 
 def _features(data: Any, world_size: int) -> Tensor:

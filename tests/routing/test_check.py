@@ -10,7 +10,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import numpy as np
@@ -23,7 +23,7 @@ from torch_geometric import nn as pyg
 from torch_geometric.data import Data
 from torch_geometric.nn import GCN, GCNConv, MessagePassing, SAGEConv, global_add_pool, global_mean_pool
 from torch_geometric.transforms import ToUndirected, VirtualNode
-from torch_geometric.utils import degree, scatter, to_undirected
+from torch_geometric.utils import degree, dropout_edge, scatter, to_undirected
 from typing_extensions import override
 
 from pygdist.backends import Backend, ReplicaBackend, resolve_backend
@@ -257,6 +257,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "gradient": (lambda: Then(_unit_gradient), causes.OF_GRADIENTS),
     "sinks": (lambda: Then(_without_edges(slice(0, 1))), ELSEWHERE),
     "isolated": (lambda: Then(_without_edges(slice(0, 2))), ELSEWHERE),
+    "mean-in-training": (lambda: Noisy(lambda x: x - x.mean(0)), OVER_NODES),
     "scattered": (
         lambda: Then(lambda x, edge_index: x + scatter(x[edge_index[1]], edge_index[0], dim_size=x.size(0))),
         ELSEWHERE,
@@ -286,6 +287,7 @@ def _right() -> dict[str, Callable[[], nn.Module]]:
         models[f"readout-{name}"] = partial(Summary, readout)
     models["pool-mean"], models["pool-sum"] = lambda: Summary(Pooled), lambda: Summary(PooledSum)
     models["dropout"] = lambda: GCN(5, 6, num_layers=2, out_channels=3, dropout=0.5)
+    models["dropout-by-keyword"] = lambda: Then(lambda x, _: functional.dropout(input=x, p=0.5))
     models["noise-in-training"] = lambda: Noisy()
     models["hook-that-counts"] = _counted
     models["float"] = lambda: Then(lambda x, _: x.float().tanh().to(x))
@@ -345,19 +347,21 @@ class Normed(nn.Module):
 class Noisy(nn.Module):
     """Draws random numbers in training, as dropped edges and augmentations do."""
 
-    def __init__(self) -> None:
+    def __init__(self, change: Callable[[Tensor], Tensor] = lambda x: x) -> None:
         super().__init__()
-        self.conv = GCNConv(5, 3)
+        self.conv, self.change = SAGEConv(5, 3), change
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        out: Tensor = self.conv(x + torch.randn_like(x) if self.training else x, edge_index)
-        return out
+        if not self.training:
+            return cast(Tensor, self.conv(x, edge_index))
+        x = self.change((x + torch.randn_like(x)) * torch.empty_like(x).bernoulli_(0.6))
+        return cast(Tensor, self.conv(x, dropout_edge(edge_index, p=0.3)[0]))
 
 
 RIGHT = _right()
 #: Each kind of hop and of module that looks at all nodes; the rest with --exhaustive.
 FEW = ["GCNConv", "SAGEConv-lstm", "GATConv", "PNAConv", "RGCNConv", "GraphNorm", "GIN-lstm", "decoupled", "NGNN"]
-FEW += ["dropout", "noise-in-training", "hook-that-counts", "float", "BatchNorm"]
+FEW += ["dropout", "dropout-by-keyword", "noise-in-training", "hook-that-counts", "float", "BatchNorm"]
 
 
 #: The remedies that messages name for models that take a mean; a part that trains by itself knows no other.
@@ -423,7 +427,14 @@ def test_what_a_rank_cannot_compute_is_refused(
             assert (over_nodes if kind == OVER_NODES and backend == "replica" else kind) in said[name]
 
 
-@backends_
+@pytest.mark.parametrize(
+    "backend",
+    [
+        *("comm", "tensor", "replica"),
+        pytest.param("cache", marks=pytest.mark.exhaustive),
+        pytest.param("hybrid", marks=[pytest.mark.exhaustive, needs_planner]),
+    ],
+)
 def test_what_a_rank_can_compute_is_accepted(backend: str, parts: str, pool: RankPool) -> None:
     models = FEW if backend == "replica" else FEW + READOUTS
     if backend == "tensor":  # it refuses layers that mix columns
@@ -484,13 +495,15 @@ def test_the_check_changes_nothing(backend: str, parts: str, pool: RankPool) -> 
         assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
 
 
-def _checked(rank: int, world_size: int, folder: str, make: Callable[[], Any], calls: int = 1) -> tuple[int, str]:
+def _checked(
+    rank: int, world_size: int, folder: str, make: Callable[[], Any], calls: int = 1, backend_name: str = "comm"
+) -> tuple[int, str]:
     """How often models were compared, and what their passes said."""
     communicator, said = Communicator(dist.new_group()), ""
     torch.manual_seed(0)
     with mock.patch.object(checks, "run_parts", wraps=checks.run_parts) as runs:
         for model in itertools.islice(itertools.cycle([make()]), calls):
-            shard, backend = _bound("comm", folder, rank, communicator)
+            shard, backend = _bound(backend_name, folder, rank, communicator)
             with warnings.catch_warnings(record=True) as warned:
                 warnings.simplefilter("always")
                 try:
@@ -798,6 +811,57 @@ def test_a_model_of_one_graph_runs_with_a_warning(parts: str, pool: RankPool) ->
     assert "trains without having been compared" in said
     assert "there it ends with ValueError: expected another graph (" in said
     assert other == ""
+
+
+class NoisyMessages(MessagePassing):
+    """Adds noise to messages in training."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return cast(Tensor, self.propagate(edge_index, x=x))
+
+    def message(self, x_j: Tensor) -> Tensor:
+        return x_j + torch.randn_like(x_j) if self.training else x_j
+
+
+def test_the_check_hides_no_draws_from_a_backend(parts: str, pool: RankPool) -> None:
+    """A slice of columns has noise of its own, which the backend tensor finds out by drawing twice."""
+    for said in pool.run(_checked, 2, parts, partial(Then, lambda x, _: x, NoisyMessages()), 1, "tensor"):
+        assert "draws random numbers in its hops while it trains" in said[1]
+
+
+def _fail_on_the_small_graph(edge_index: Tensor) -> float:
+    if edge_index.size(1) == awkward_graph(2).edge_index.size(1):
+        raise ValueError("expected another graph")
+    return 1.0
+
+
+class OddInTraining(nn.Module):
+    """Multiplies its rows, in training, by a number."""
+
+    def __init__(self, number: Callable[[Tensor], float]) -> None:
+        super().__init__()
+        self.conv, self.number = GCNConv(5, 3), number
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.conv(x, edge_index)
+        return out * self.number(edge_index) if self.training else out
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (lambda _: random.random(), "training draws other random numbers each time"),
+        (lambda _: np.random.rand(), "training draws other random numbers each time"),  # noqa: NPY002 (as models do)
+        (_fail_on_the_small_graph, "training ends with ValueError: expected another graph ("),
+    ],
+)
+def test_training_that_cannot_be_compared_is_told(
+    number: Callable[[Tensor], float], reason: str, parts: str, pool: RankPool
+) -> None:
+    (_, first), (_, second) = pool.run(_checked, 2, parts, partial(OddInTraining, number))
+    assert "OddInTraining was compared with one process on a small graph in evaluation alone" in first
+    assert reason in first
+    assert second == ""
 
 
 def _unchecked(rank: int, world_size: int, folder: str) -> bool:

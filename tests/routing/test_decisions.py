@@ -286,9 +286,11 @@ def _say(rank: int, world_size: int, folder: str, backend: str, names: list[str]
     return said
 
 
+_NEEDS_LIBRARY = pytest.mark.skipif(load() is None, reason="hybrid plans in the native library")
 BACKENDS = [
-    "comm", "cache", "tensor", "replica",
-    pytest.param("hybrid", marks=pytest.mark.skipif(load() is None, reason="hybrid plans in the native library")),
+    "comm", "tensor", "replica",
+    pytest.param("cache", marks=pytest.mark.exhaustive),
+    pytest.param("hybrid", marks=[pytest.mark.exhaustive, _NEEDS_LIBRARY]),
 ]  # fmt: skip
 
 

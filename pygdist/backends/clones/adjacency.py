@@ -1,4 +1,4 @@
-"""The adjacency of a hop whose nodes have in-edges in several parts: products are partial sums, put together here."""
+"""The adjacency of a hop whose nodes have in-edges in several parts; it combines the partial sums of the parts."""
 
 from __future__ import annotations
 

@@ -23,14 +23,15 @@ _MOST_CALLS = 8  # training passes before a backward pass, such as views of a gr
 
 @dataclass(frozen=True, kw_only=True)
 class DelayOptions:
-    """Options of sums of other parts that may be late.
+    """Options for sums of other parts, which may arrive late.
 
     Attributes:
-        delay: Training passes between posting a sum and using it (*r*); 0 exchanges at once, ``"never"`` not at all.
-        keep: If true, a row uses the last sum that arrived, in every pass until a newer sum arrives; if false, only in
-            the pass in which the sum arrives.
+        delay: Number of training passes between sending a sum and using it (*r*); 0 exchanges sums at once, ``"never"``
+            leaves out other parts' sums.
+        keep: If true, a row uses the last sum that arrived, in every pass until a newer sum arrives. If false, a row
+            uses a sum only in the pass in which the sum arrives; in other passes its local sum is scaled up.
         gradients: ``"local"``: a row's gradient stays in its part (Sec. 5.3). ``"stale"``: gradients travel as sums do.
-        warm_up: Pass 0 sums over the edges here (``"local"``), or exchanges all at once (``"exact"``).
+        warm_up: ``"local"``: pass 0 sums over the edges of the part only. ``"exact"``: it exchanges all sums at once.
 
     Raises:
         InputError: If an option has another value, or no effect.
@@ -54,7 +55,7 @@ class DelayOptions:
 
     @property
     def approximation(self) -> str:
-        """The clause that says what is given up; empty if nothing is."""
+        """The clause that names the exactness given up by delays; empty with ``delay=0``."""
         if self.delay == "never":
             return "in training, sums leave out the edges of other parts"
         return (
@@ -148,14 +149,14 @@ class Delays:
         self._hop, self._number = number, 0
 
     def summed(self, z: Tensor, share: Tensor, *, of: Leaves, to: Leaves, label: str) -> Tensor:
-        r"""Return the sum over the edges here plus what of other parts has arrived, which gets no gradient here.
+        r"""Return the sum over this part's edges plus the arrived sums of other parts, which get no gradient here.
 
         Every rank makes the call.
 
         Args:
             z: The sum over the edges of this part, for each row.
-            share: The part of each node's in-edges that are here. The sum of a row for which nothing has arrived is
-                divided by it: these edges stand for all.
+            share: Share of each node's in-edges that are in this part. If no sum has arrived for a row, the row's local
+                sum is divided by this share, so that the edges here stand for all.
             of: The leaves that contribute.
             to: The leaves that get totals.
             label: Names the hop in errors.

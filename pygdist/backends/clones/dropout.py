@@ -1,7 +1,7 @@
-"""Dropout that agrees between the rows of a split node, which otherwise would have several values.
+"""Dropout that drops the same values in all rows of a split node, which otherwise would differ.
 
-A mask is a hash of a number that rank 0 draws for the forward pass, of the call of dropout in it, of the node and the
-column. So it is the same for any number of ranks.
+A mask is a hash of four numbers: one that rank 0 draws for the forward pass, the number of the call of dropout in this
+pass, the node and the column. So the mask is the same for any number of ranks.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _BITS = 24  # of a mask's hash that are compared with the probability
 
 
 class AgreeingDropout(TorchFunctionMode):
-    """Within it, ``dropout`` of a tensor with a row for each row of a part drops the same of all rows of a node.
+    """A context in which ``dropout`` of a tensor with the part's rows drops the same values in all rows of a node.
 
-    Messages may draw what they like, as an edge is in one part. Other random numbers are refused: they are known by the
-    state of torch's generator, whoever draws.
+    Messages may draw any random numbers, as an edge is in one part. Other random numbers are refused; a change of the
+    state of torch's generator reveals them.
 
     Args:
         n_id: Global ids of the rows, ``(m,)``.

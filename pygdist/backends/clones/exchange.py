@@ -22,7 +22,7 @@ from pygdist.kernels.spmm import Reduce
 
 
 class Leaves(NamedTuple):
-    """Some of the leaves of this rank, and its roots of those of other ranks.
+    """Some of the leaves on this rank, and the roots on this rank that have such leaves on other ranks.
 
     Attributes:
         plan: The exchange from roots to leaves.
@@ -66,7 +66,7 @@ class CloneExchange:
 
     @property
     def of_this_part(self) -> CloneExchange:
-        """The same rows, as if no node were split: all are roots, and nothing is exchanged."""
+        """The same rows as if no node were split, so that all rows are roots and nothing is exchanged."""
         index, num_rows = self.all.rows[:0], self.num_owned + self.all.rows.numel()
         nobody = Leaves(ExchangePlan(send_index=index, send_counts=(0,), recv_counts=(0,)), index)
         alone = Communicator()

@@ -1,8 +1,8 @@
 r"""Sums over the parts of split nodes that travel while training goes on (cd-r; DistGNN, Sec. 5.3, Algorithm 4).
 
-The split nodes are dealt to *r* bins by a hash of their ids. Training pass *e* serves bin *e mod r*: a rank takes what
-arrived for the nodes of this bin, all of which was posted *r* passes before, and posts what it has now. So no hop waits
-for what has just been sent. Pass 0 exchanges nothing. A training pass is a forward pass of a model in training mode
+A hash of the ids divides the split nodes into *r* bins. Training pass *e* serves bin *e mod r*: a rank takes the sums
+that arrived for the nodes of this bin, which were posted *r* passes before, and posts its present sums. So no hop waits
+for sums that were just sent. Pass 0 exchanges nothing. A training pass is a forward pass of a model in training mode
 with gradients enabled.
 
 ========  ===========================================================================================================
@@ -11,10 +11,10 @@ a root    takes the sums that its leaves posted *r* passes before; posts its own
 a leaf    takes what its root posted *r* passes before; posts its sum
 ========  ===========================================================================================================
 
-A row is its live sum over the edges here, plus what arrived of other parts, which is a constant. In a pass in which
-nothing arrives for a row, the sum here stands for all: it is multiplied by the number of in-edges in all parts over
-that here. At a root the sums of leaves are *r* passes old; at a leaf that of its root is as old, and those of other
-leaves are *2r* passes old. If rows keep what arrived until more arrives, all of this gets up to *r - 1* passes older.
+A row's total is its local sum over the edges of this part, plus the arrived sums of other parts, which are constants.
+In a pass in which nothing arrives for a row, the local sum is multiplied by the row's in-degree in all parts over its
+in-degree in this part. At a root, the sums of leaves are *r* passes old. At a leaf, the sum of its root is *r* passes
+old, and the sums of other leaves are *2r* passes old. With ``keep``, these sums get up to *r - 1* passes older.
 """
 
 from __future__ import annotations

@@ -25,14 +25,13 @@ from torch_geometric.utils import scatter
 
 from pygdist.backends.clones.delays import Delays
 from pygdist.backends.clones.exchange import CloneExchange, Leaves, extremum, highest, summed
+from pygdist.backends.passes.of_all_edges import OfAllEdges
 from pygdist.comm.derivatives import once_differentiable
 from pygdist.errors import InputError
-from pygdist.graph.adjacency import Adjacency, Slot
-from pygdist.graph.memo import Memo
+from pygdist.graph.adjacency import Adjacency
 from pygdist.hops.layer import stand_in
 from pygdist.kernels.spmm import Reduce
 
-_COUNTS = Slot[Memo[Tensor]]("in-edges in all parts")
 _SOFTMAX = 1e-16  # which PyG adds to the sum
 
 
@@ -46,6 +45,7 @@ class HopFold:
         to: The leaves that get results.
         num_rows: Rows of the part. A result may have more; these are left as they are.
         edges: The hop's edges; ``None`` if they are no adjacency.
+        in_degrees: The in-degrees that are known.
         delays: Brings the sums of other parts later; ``None`` exchanges them at once.
         label: Names the hop in errors.
     """
@@ -55,6 +55,7 @@ class HopFold:
     to: Leaves
     num_rows: int
     edges: Adjacency | None
+    in_degrees: OfAllEdges[Tensor]
     label: str
     delays: Delays | None = None
 
@@ -108,13 +109,18 @@ class HopFold:
         """Count the in-edges of each row here, and in all parts; on fixed edges the latter once."""
         if self.edges is not None:
             here = self.edges.csr().indptr.diff()
-            split = self.exchange.communicator.world_size > 1
-            known = self.edges.slot(_COUNTS, Memo).get(split, (), lambda: self._count(here))
-            more = known.new_ones(num_rows - known.numel())
-            return torch.cat([here, more]), torch.cat([known, more])
+            everywhere = self._everywhere(self.edges, here)
+            more = everywhere.new_ones(num_rows - everywhere.numel())
+            return torch.cat([here, more]), torch.cat([everywhere, more])
         assert target is not None
         here = torch.bincount(target, minlength=num_rows)
         return here, self._with_others(here, self._count)
+
+    def _everywhere(self, edges: Adjacency, here: Tensor) -> Tensor:
+        if self.exchange.communicator.world_size == 1:
+            return here.to(torch.int64)
+        # a hop with delays does not wait for others, unless its edges are new
+        return self.in_degrees.of(edges, partial(self._count, here), reader=self.label, asks=self.delays is None)
 
     def _count(self, here: Tensor) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():  # training uses what evaluation may ask for first

@@ -16,7 +16,7 @@ _EXTREMA = (MaxAggregation, MinAggregation, SoftmaxAggregation)
 
 
 def refused(layer: MessagePassing) -> str | None:
-    """Return why a layer cannot run on split nodes, even if all sums are exchanged at once; ``None`` if it can."""
+    """Return the reason why a layer cannot run on split nodes, even without delay; ``None`` if it can."""
     cls = own_class(layer)
     if issubclass(cls, ClusterGCNConv):
         return "expects a self-loop at each row, and a node that is split has one at its root"
@@ -34,7 +34,7 @@ def refused(layer: MessagePassing) -> str | None:
 
 
 def refused_late(layer: MessagePassing, delay: object) -> str | None:
-    """Return why a layer cannot use sums of earlier passes; ``None`` if it can."""
+    """Return the reason why a layer cannot use sums of earlier passes; ``None`` if it can."""
     cls, remedy = own_class(layer), f"delay={delay} is for sums and means; use delay=0 or 'never'"
     if calls_by_name(cls, {softmax: None}):
         return f"divides by sums of exponentials, which other parts take relative to other maxima; {remedy}"

@@ -1,7 +1,7 @@
 """Aggregation of rows as they arrive, one source group while the next one travels (NeutronStar, Sec. 4.3).
 
-Edges between this rank's rows are aggregated first, then one source group after the other in the order of arrival. This
-file has sums, means, maxima and minima; :mod:`~pygdist.backends.fetching.attention` has attention.
+Edges between this rank's rows are aggregated first, then one source group after the other, in the order of arrival.
+This file has sums, means, maxima and minima; :mod:`~pygdist.backends.fetching.attention` has attention.
 """
 
 from __future__ import annotations

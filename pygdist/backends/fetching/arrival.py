@@ -1,4 +1,4 @@
-"""Rows that are fetched at once, and where they belong."""
+"""Rows that are fetched together, and their positions among this rank's rows."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from pygdist.comm import ExchangePlan, message_rows
 
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """Rows that are fetched at once, and where they belong.
+    """Rows that are fetched together, and their positions among this rank's rows.
 
     Attributes:
-        plan: The rows that each rank sends to each other.
-        position: Place of each row that arrives, among the rows of this rank; ``(h,)`` int64.
+        plan: The rows that this rank sends to, and receives from, each other rank.
+        position: Position of each arriving row among the rows of this rank; ``(h,)`` int64.
     """
 
     plan: ExchangePlan

@@ -1,8 +1,8 @@
 """The exchange of one hop: rows travel to the ranks that read them, and their gradients back to their owners.
 
-The rows of each source group are aggregated while those of the next one travel. In the backward pass a rank computes
-and sends the gradients of other ranks' rows, one rank after the other, and those of its own rows while they travel
-(NeutronStar, Sec. 4.3).
+The rows of each source group are aggregated while the rows of the next group travel. In the backward pass a rank
+computes and sends the gradients of other ranks' rows, one rank after the other. While these travel, it computes the
+gradients of its own rows (NeutronStar, Sec. 4.3).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Fetches the rows that hops read from their owners, and hands the hops all their source rows.
 
-A hop makes one differentiable exchange, whatever the number of tensors that the layer reads at sources; gradients
-travel back the same way and are summed at the owner. Where the aggregation can be taken piece by piece, an
-:class:`~pygdist.backends.fetching.exchange.Exchange` is made instead: rows are aggregated as they arrive.
+A hop makes one differentiable exchange for all tensors that the layer reads at sources; gradients travel back in the
+same way, and the owner sums them. If the hop can be computed piece by piece, it makes an
+:class:`~pygdist.backends.fetching.exchange.Exchange` instead, which aggregates rows as they arrive.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ class FetchOptions:
     """Options of backends that fetch rows.
 
     Attributes:
-        ring: Exchange with one peer after the other, so that rows arrive in turns and no rank is sent to by all at once
-            (NeutronStar, Sec. 4.3); otherwise with all peers at once.
-        overlap: Aggregate the rows of one rank while those of the next travel; in the backward pass, send gradients
-            while others are computed. Otherwise a hop waits until all rows are here. Layers whose neighbours cannot be
-            taken piece by piece always wait: those with a ``message`` of their own, attention with edge attributes or
-            dropout, LSTM.
+        ring: Exchange rows with one peer after the other, so that rows arrive in turns, and no rank receives from all
+            others at once (NeutronStar, Sec. 4.3); otherwise with all peers at once.
+        overlap: Aggregate the rows of one rank while the rows of the next travel; in the backward pass, send gradients
+            while others are computed. Otherwise a hop waits until all rows are here. Layers whose hops cannot be
+            computed piece by piece always wait: layers with a ``message`` of their own, attention with edge attributes
+            or dropout, LSTM aggregation.
         wire_dtype: ``"bfloat16"`` halves the bytes of rows and gradients; the backend is then no longer exact.
         halo_gib: Limit, in GiB, of the memory that other ranks' rows take at a time on each rank, in hops that can be
-            taken piece by piece; ``None`` for no limit. Above the limit rows arrive in pieces, each aggregated before
-            the next; in the backward pass attention fetches the pieces once more, maxima and minima twice. Tensors that
-            the model keeps for the backward pass then wait in the host's memory, or, where that is the device, in files
-            beside the partitioned graph; so do the edges of a piece until its rows are here.
+            computed piece by piece; ``None`` for no limit. Above the limit rows arrive in pieces, and each piece is
+            aggregated before the next arrives; in the backward pass attention fetches the pieces once more, maxima and
+            minima twice. Tensors that the model keeps for the backward pass then wait in the host's memory or, if the
+            device is the host, in files beside the partitioned graph; so do the edges of a piece until its rows arrive.
 
     Raises:
         InputError: If ``halo_gib`` is not positive, or ``wire_dtype`` is unknown.
@@ -75,7 +75,7 @@ class FetchOptions:
 
     @property
     def approximation(self) -> str:
-        """The clause that says which exactness is given up for fewer bytes; empty if none is."""
+        """The clause that names the exactness given up for fewer bytes; empty if the exchange is exact."""
         return narrowed(self.wire_dtype)
 
     @property
@@ -89,13 +89,13 @@ class HopRows:
     """Numbers of rows around one hop on this rank.
 
     Attributes:
-        num_owned: Rows that the rank owns; they come first.
-        num_local: Rows of this rank that the hop may read.
-        num_rows: Rows that the hop computes.
-        num_sources: Rows that its edges may start from.
-        arrival: Rows that arrive from other ranks; ``None`` if no rank fetches any.
+        num_owned: Number of owned rows, which come first.
+        num_local: Number of this rank's rows that the hop may read.
+        num_rows: Number of rows that the hop computes.
+        num_sources: Number of source rows of the hop's edges.
+        arrival: The rows that arrive from other ranks; ``None`` if no rank fetches any.
         number: The hop's place in the forward pass, from 1.
-        reason: Why the rank has ``num_local`` rows, for messages.
+        reason: A text for messages: why the rank has ``num_local`` rows.
         appended: True if the rows that arrive are the shard's halo, in order.
     """
 
@@ -146,9 +146,9 @@ class Fetcher:
     """Fetches rows for the hops of one rank on one graph.
 
     Args:
-        shard: What the rank holds.
+        shard: The rank's shard.
         communicator: The ranks.
-        options: How rows travel.
+        options: Options of the exchange.
         held: Returns the tensors that stay on the device from pass to pass, beside the shard's features.
     """
 
@@ -188,12 +188,12 @@ class Fetcher:
         return contextlib.nullcontext() if self._in_pass else self._spills()
 
     def close(self) -> None:
-        """Let go of everything, also of what the graph's edges keep for this fetcher."""
+        """Release everything, also the groups of edges that the graph keeps for this fetcher."""
         self._spilling.close()
         self.shard.adjacency.slot(SOURCE_GROUPS, Memo).clear()
 
     def forget_rows(self) -> None:
-        """Let go of the rows that were fetched."""
+        """Release the fetched rows."""
         self._fetched_for = None
         self._fetched.clear()
 
@@ -212,7 +212,7 @@ class Fetcher:
     # -- rows as they arrive -------------------------------------------------------------------------------------------
 
     def by_group(self, hop: Hop, rows: HopRows) -> Exchange | None:
-        """Return the exchange by which ``hop`` aggregates rows as they arrive; ``None`` if it needs all at once."""
+        """Return the exchange with which ``hop`` aggregates rows as they arrive; ``None`` if it needs all at once."""
         read = {} if rows.arrival is None else self._read_as_they_arrive(hop)
         if rows.arrival is None or not read:
             return None
@@ -285,7 +285,7 @@ class Fetcher:
         Args:
             hop: The hop.
             rows: The rows around it.
-            halo_rows: Fetches rows in another way than :meth:`exchanged`, from those of this rank and a label.
+            halo_rows: Fetches rows in another way than :meth:`exchanged`; called with this rank's rows and a label.
         """
         if hop.layer is not self._fetched_for:
             self.forget_rows()
@@ -330,7 +330,7 @@ class Fetcher:
         Args:
             x: Rows of this rank.
             rows: The rows around the hop.
-            label: Names the exchange in messages.
+            label: Name of the exchange in messages.
 
         Shapes:
             ``x`` is :math:`(n, F)`, the result :math:`(h, F)`, in the order of the arrival. Differentiable: the
@@ -350,10 +350,10 @@ class Fetcher:
 
 
 class FetchingBackend(Backend):
-    """A backend that fetches rows, or some of them.
+    """A backend that fetches all or some remote rows.
 
     Args:
-        options: How rows travel.
+        options: Options of the exchange.
     """
 
     per_graph: ClassVar[tuple[str, ...]] = ("_fetcher",)

@@ -1,8 +1,8 @@
 """A hop's edges in groups by the rank that sends their sources, so that each is aggregated when its rows are here.
 
-The in-edges whose sources arrive from rank *j* are one source group (a chunk of NeutronStar, Sec. 4.3); those whose
-sources this rank holds are another. Columns of a group count the rows of its rank in the order of arrival, so that rows
-are aggregated where they lie, and gradients are written where they are sent from.
+The in-edges whose sources arrive from rank *j* are one source group (a chunk of NeutronStar, Sec. 4.3); the in-edges
+whose sources this rank holds are another. The columns of a group are numbered in the order in which the sender's rows
+arrive, so that rows are aggregated in the receive buffer, and gradients are written into the send buffer.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class SourceGroup:
 
     @property
     def csr(self) -> CSR:
-        """The edges by destination: destinations by rows of the sender."""
+        """The edges by destination, as a matrix of destinations by rows of the sender."""
         return self._on(self._memory.device)
 
     @property

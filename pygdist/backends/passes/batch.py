@@ -5,12 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch_geometric.nn import MessagePassing
 
 from pygdist.backends.passes.edge_norm import EdgeNorm
+from pygdist.hops.arguments import edges_among, named_values
 from pygdist.hops.hop import Deferred, Hop
 from pygdist.hops.layer import options_of
+
+
+def num_nodes_of_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return the number of nodes of the mini-batch that a model is called with.
+
+    The edges say it. Without edges, the rows of the first argument that has rows must: it may be anything.
+    """
+    if edges := edges_among(model.forward, args, kwargs):
+        return edges[0].num_dst
+    values = (value for _, value in named_values(model.forward, args, kwargs))
+    return next((one.size(0) for one in values if isinstance(one, Tensor) and one.dim()), 0)
 
 
 class BatchPass:

@@ -1,4 +1,4 @@
-"""The pass over owned rows: every hop fetches its halo, so nothing has to be known of the model before it runs."""
+"""The pass over owned rows: every hop fetches its halo, so the backend need not know the model's hops in advance."""
 
 from __future__ import annotations
 

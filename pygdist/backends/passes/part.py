@@ -1,8 +1,8 @@
 """The pass over a rank's part: each layer computes the rows that it or a later layer needs.
 
-A layer gets the leading rows that it reads, and puts out those that are needed after it. In a chain of layers these are
-fewer from layer to layer; where rows of several depths meet, copies of the first row stand for the missing ones, so
-that all layers put out as many rows.
+A layer gets the leading rows that it reads, and returns the rows that later layers need. In a chain of layers the
+number of rows shrinks from layer to layer. If rows of several depths meet, copies of the first row replace missing
+rows, so that all layers return the same number of rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pygdist.backends.fetching.adjacency import ArrivingAdjacency
 from pygdist.backends.fetching.fetcher import Fetcher, HopRows
 from pygdist.backends.passes.base import Forward
 from pygdist.backends.passes.rehearsal import ModelFacts
-from pygdist.backends.passes.rows import Rows, in_order, leading
+from pygdist.backends.passes.rows import Rows, edges_into, in_order, leading
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph.adjacency import Adjacency, Slot
@@ -102,6 +102,7 @@ class PartPass:
         self._communicator, self._fetcher, self._name, self._late = communicator, fetcher, name, late
         self._hops = 0  # so far
         self._layer: _Layer | None = None
+        self._edges: dict[int, Adjacency] = {}  # by their number: edges that hops ran on, with loops of the layer's own
         self._before: dict[int, set[int]] = {}  # by the id of a module: numbers of hops before it
         self.ended = False
 
@@ -132,6 +133,7 @@ class PartPass:
         running = self._layer
         if running is not None and not running.is_beyond and self._hops >= running.first + running.num_hops:
             raise self._too_many(hop.layer)  # rows of its later hops are those of layers before
+        self._note_edges(hop)
         rows = self._rows_of_hop(self._hops)
         if self._fetcher is not None and rows.arrival is not None:
             exchange = self._fetcher.by_group(hop, rows)
@@ -146,10 +148,15 @@ class PartPass:
                 f"{hop.layer_name} updates edges from rows of nodes after the model's last hop, for which backend "
                 f"'{self._name}' has no rows; use backend {names_of(lambda abilities: abilities.reruns_layers)}"
             )
+        self._note_edges(hop)
         rows = self._rows_of_hop(self._hops + 1)
         if rows.arrival is not None and defers_scores(hop):
             return Unscored()
         return hop.run(rows=self._sources(hop, rows), size=(rows.num_sources, rows.num_rows))
+
+    def _note_edges(self, hop: Hop) -> None:
+        if isinstance(hop.edge_index, Adjacency) and not self.ended:
+            self._edges[hop.edge_index.size(1)] = hop.edge_index
 
     def _sources(self, hop: Hop, rows: HopRows) -> dict[str, Tensor]:
         if self._fetcher is not None:
@@ -317,6 +324,17 @@ class PartPass:
         else:
             others = in_order(self._communicator.exchange_rows(owned, arrival.plan, label="node values"), arrival)
         return torch.cat([owned, others])[: self.num_sources]
+
+    def owned_of(self, out: Tensor) -> Tensor:
+        """Cut an output of the model to the rank's own nodes, or a tensor of a hop's edges to those into these nodes.
+
+        Edges are sorted by destination, so those into own nodes, with their loops, come first.
+        """
+        rows = self.rows
+        if out.dim() == 0 or out.size(0) in rows.computed:
+            return first_rows(out, rows.computed, rows.num_owned) if out.dim() else out
+        edges = {rows.adjacency.size(1): rows.adjacency, **self._edges}.get(out.size(0))
+        return out if edges is None else out[: edges_into(edges, rows.num_owned)]
 
     def owned_rows(self, x: Tensor) -> Tensor:
         """The rows that the rank owns."""

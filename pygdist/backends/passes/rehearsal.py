@@ -163,11 +163,11 @@ Attempt: TypeAlias = Callable[[ModelFacts, Rows, bool], AbstractContextManager[N
 def look_at(call: Call, rehearse: Rehearse, attempt: Attempt, begin_pass: Callable[[], None]) -> ModelFacts:
     """Run a model on a few nodes with self-loops, to learn its hops and whether its layers are a chain.
 
-    The model makes two passes: only in the second do layers know whether their input rows stay the same, and so on
-    which side of their weights they aggregate.
+    The model makes two passes. Only in the second pass do layers know whether their input rows stay the same; this
+    decides on which side of their weights layers aggregate.
 
-    In a chain, each layer may put out fewer rows than the one before. A model is taken for a chain if it runs that way:
-    where rows of several depths meet, in a sum or a concatenation, their numbers do not fit.
+    In a chain, each layer may return fewer rows than the previous layer. A model counts as a chain if it runs in this
+    way: if rows of several depths meet, in a sum or a concatenation, their numbers do not fit, and the run fails.
 
     Args:
         call: The model and its arguments.

@@ -24,7 +24,7 @@ from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency
 from pygdist.graph.adjacency import Slot
-from pygdist.hops.arguments import with_rows
+from pygdist.hops.arguments import first_rows, with_rows
 from pygdist.hops.cuts import InEdges
 
 
@@ -150,6 +150,11 @@ class SampledPass(PartPass):
         if self._hops not in self._counts:
             self._counts[self._hops] = int(self._ranks.gather([float(self._num_computed)]).sum())
         return self._counts[self._hops]
+
+    @override
+    def owned_of(self, out: Tensor) -> Tensor:
+        """The seeds' rows; tensors of edges stay as they are, as of a batch."""
+        return first_rows(out, self.rows.computed, self.rows.num_owned) if out.dim() else out
 
     def source_degrees(self, edge_weight: Tensor | None, loop_weight: float | None) -> Tensor:
         """In-degrees in the whole neighbourhood of the sources of the running hop.

@@ -42,14 +42,15 @@ class EpochCosts:
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """Seconds that an epoch is expected to take on the slowest rank, forward and backward.
+    """Predicted seconds of an epoch on the slowest rank, forward and backward together.
 
     Attributes:
-        epoch_s: All of it.
-        compute_s: Computing, replicas included.
-        exchange_s: Exchanging, whether it is hidden behind computing or not.
-        other_s: Time that no choice changes: averaging gradients over ranks, and what takes as long on any graph.
-        computed: Share of the halo rows that are computed, by hop; over all ranks.
+        epoch_s: Seconds of the whole epoch.
+        compute_s: Seconds of computing, replicas included.
+        exchange_s: Seconds of exchanges, also of those that overlap computing.
+        other_s: Seconds that no choice changes: averaging gradients over ranks, and work that does not depend on the
+            graph.
+        computed: For each hop, the share of all ranks' halo rows that are computed.
     """
 
     epoch_s: float

@@ -73,9 +73,12 @@ class Costs:
     """Seconds for one value, forward and backward together: NeutronStar's T_v, T_e and T_c.
 
     Args:
-        vertex: To compute one value of a row, apart from its edges.
-        edge: To aggregate one value over one edge.
-        value: To fetch one value of a row of another rank.
+        vertex: Seconds to compute one value of a row, without aggregation over its edges.
+        edge: Seconds to aggregate one value over one edge.
+        value: Seconds to fetch one value of another rank's row.
+
+    Raises:
+        InputError: If a cost is negative or not finite.
     """
 
     vertex: float
@@ -87,7 +90,7 @@ class Costs:
             raise InputError(f"costs: vertex, edge and value must be finite numbers of seconds, 0 or more; got {self}")
 
     def by_hop(self, widths: tuple[int, ...]) -> HopCosts:
-        """The costs of hops of these widths by Eqs. 1 and 2. Features cost nothing to compute, as they are there."""
+        """Return the costs of hops of these widths, by Eqs. 1 and 2. Features cost nothing to compute."""
         return HopCosts(
             row=(0.0, *(self.vertex * width for width in widths)),
             edge=tuple(self.edge * width for width in widths),
@@ -98,21 +101,21 @@ class Costs:
 def greedy_choice(
     halo: Halo, costs: HopCosts, *, value_bytes: int, share: float | None = None, memory_gib: float | None = None
 ) -> Tensor:
-    """Choose the halo rows that each hop computes: the cheapest first, as long as fetching them would cost more.
+    """Choose the halo rows that each hop computes: the cheapest first, as long as fetching a row would cost more.
 
     Args:
         halo: The rows to choose from.
-        costs: Seconds to compute and to fetch them.
+        costs: Seconds to compute and to fetch rows.
         value_bytes: Bytes of one value of a row.
-        share: Compute this share of the halo rows for each hop, the cheapest, whatever fetching them would cost; less
+        share: Compute this share of the halo rows for each hop, the cheapest ones, at any cost of fetching; fewer rows
             if ``memory_gib`` is full.
         memory_gib: Most memory that replicas and their edges may take (Eq. 3); no limit by default.
 
     Returns:
         The choice, as :meth:`Halo.choice` describes it.
     """
-    if share == 1 and memory_gib is None:
-        return halo.choice(True)
+    if share == 0 or (share == 1 and memory_gib is None):
+        return halo.choice(bool(share))
     native = require("choosing which rows to compute", ", or use a backend that fetches or computes all rows")
     # by level: features are level 0, which has no edges
     levels = (costs.row, (0.0, *costs.edge), (0.0, *costs.fetch), (*halo.widths, 0))

@@ -1,4 +1,4 @@
-"""Measures what a model's hops cost: trains it on some of each rank's rows and edges (NeutronStar, Sec. 3).
+"""Measures the costs of a model's hops: trains the model on some of each rank's rows and edges (NeutronStar, Sec. 3).
 
 The paper's T_v and T_e are seconds per value, equal in all layers. Here each hop, and each step between hops, is timed
 and has costs of its own: a layer of 600 features costs more than its width says, and a hop whose result is kept

@@ -1,4 +1,4 @@
-"""Keeps a choice, and what it was made from, beside the partitioned graph for the next run."""
+"""Keeps a choice, and the measurements behind it, beside the partitioned graph for the next run."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _SIMILAR, _NEGLIGIBLE_S = 2.0, 1e-10  # seconds for a value; a measurement canno
 
 
 def plan_key(facts: dict[str, Any]) -> str:
-    """The name of the plan for these facts: the model's hops, the device, the ranks and the arguments."""
+    """Return the name of the plan for these facts: the model's hops, the device, the ranks and the arguments."""
     text = json.dumps({"version": _VERSION, **facts}, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def structure_of(model: nn.Module) -> str:
-    """A text that is equal for models that take equal time, on all ranks and in all runs: it holds no addresses."""
+    """Return a text that is equal for models that take equal time, on all ranks and in all runs."""
     modules = [f"{name} {type(one).__qualname__} {one}" for name, one in model.named_modules()]
     parameters = [f"{name} {tuple(one.shape)} {one.dtype}" for name, one in model.named_parameters()]
     return re.sub(r" at 0x[0-9a-f]+", "", "\n".join(modules + parameters))
@@ -39,11 +39,11 @@ def structure_of(model: nn.Module) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """A choice, and all that is kept with it.
+    """A choice, and the facts that are kept with it.
 
     Attributes:
         chosen: The choice of this rank, as :meth:`~.greedy.Halo.choice` describes it.
-        facts: What it was made for, measured with and expected to take, for JSON; equal on all ranks.
+        facts: The facts, measurements and expected time of the choice, for JSON; equal on all ranks.
     """
 
     chosen: Tensor

@@ -1,4 +1,4 @@
-"""Measures what exchanges take on this network, with few rows (NeutronStar, Sec. 3: T_c)."""
+"""Measures the time of exchanges on this network, with few rows (NeutronStar, Sec. 3: T_c)."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Network:
     Attributes:
         value_s: Seconds for each value on the busiest rank, there and back.
         latency_s: Seconds for each exchange, whatever its size.
-        busy: Share of that time, from 0 to 1, in which ranks compute: they copy rows, and so does the system for them.
-            Nothing else can be done meanwhile.
+        busy: Share of the exchange time, from 0 to 1, in which the processors of ranks copy rows, so that ranks cannot
+            compute.
     """
 
     value_s: float

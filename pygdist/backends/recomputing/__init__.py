@@ -1,1 +1,1 @@
-"""Computes rows of other ranks here again, instead of fetching them."""
+"""Computes rows of other ranks' nodes on this rank, instead of fetching these rows."""

@@ -1,9 +1,9 @@
-"""The engine of ``cache``, ``hybrid`` and ``replica``: a rank computes rows of other ranks' nodes again.
+"""The engine of ``cache``, ``hybrid`` and ``replica``: a rank computes rows of other ranks' nodes itself.
 
-A subclass says which rows (:meth:`RecomputingBackend.choose`, or :meth:`~RecomputingBackend.rows_of`). Exact, whatever
-it chooses, as long as all rows that the model reads are computed or fetched: a replica's row is computed from the same
-numbers as its owner's, and the gradients of a rank's own loss go through its replicas into the parameters, or back to
-the owners of rows that were fetched.
+A subclass chooses the rows (:meth:`RecomputingBackend.choose`, or :meth:`~RecomputingBackend.rows_of`). Every choice is
+exact, as long as all rows that the model reads are computed or fetched: a replica's row is computed from the same
+numbers as the owner's row. The gradients of a rank's own loss go through its replicas into the parameters, or back to
+the owners of fetched rows.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from pygdist.backends.recomputing.inputs import ModelInputs
 from pygdist.backends.recomputing.rows import make_rows
 from pygdist.errors import InputError
 from pygdist.graph.neighbourhood import Neighbourhood, in_neighbourhood
-from pygdist.hops.arguments import each_tensor, edges_among, first_rows
+from pygdist.hops.arguments import each_tensor, edges_among
 from pygdist.hops.layer import forget_local_state, layer_name, own_class
 from pygdist.hops.untouched import IrreversibleError, untouched
 from pygdist.hops.user_code import in_one_line
@@ -76,11 +76,13 @@ class _OnGraph:
         inputs: Inputs of the model, extended by the rows of replicas.
         rows: The rows of this rank, by the widths of the model's hops.
         planning_s: Seconds that the last choice of rows took.
+        fetched: The pass of models whose hops are unknown; one, as edges in groups are kept for its arrival of rows.
     """
 
     inputs: ModelInputs = field(default_factory=ModelInputs)
     rows: dict[tuple[int, ...], Rows] = field(default_factory=dict)
     planning_s: float | None = None
+    fetched: FetchedPass | None = None
 
 
 class RecomputingBackend(FetchingBackend):
@@ -105,11 +107,11 @@ class RecomputingBackend(FetchingBackend):
     # -- which rows ----------------------------------------------------------------------------------------------------
 
     def choose(self, around: Neighbourhood, widths: tuple[int, ...], probe: Probe) -> list[Tensor]:
-        """Choose the halo rows that are computed here, hop by hop; see :func:`~.rows.replicas_of`. All, by default.
+        """Choose the halo rows that this rank computes, hop by hop; by default all (:func:`~.rows.replicas_of`).
 
         Args:
-            around: The nodes around, as many hops away as the model has hops.
-            widths: Values of a source that each hop reads.
+            around: The nodes around the rank, up to as many hops away as the model has hops.
+            widths: Number of values that each hop reads of a source row.
             probe: The model.
         """
         place = torch.arange(around.n_id.numel())
@@ -117,7 +119,7 @@ class RecomputingBackend(FetchingBackend):
         return [(place >= owned) & (place < owned + halo)] * len(widths)
 
     def hops_around(self, num_hops: int) -> int:
-        """Hops that a rank must see to choose for a model of ``num_hops``; it holds their in-edges meanwhile."""
+        """Return the number of hops whose in-edges a rank must hold while it chooses, for a model of ``num_hops``."""
         return num_hops
 
     def rows_of(self, widths: tuple[int, ...], probe: Probe) -> Rows:
@@ -161,7 +163,7 @@ class RecomputingBackend(FetchingBackend):
 
     @property
     def fetcher(self) -> Fetcher | None:
-        """Fetches rows that are not computed here; ``None`` if all are."""
+        """The object that fetches rows which this rank does not compute; ``None`` if it computes all."""
         if self._fetcher is None and self.fetches:
             self._fetcher = Fetcher(self.shard, self.communicator, self.options, self._held)
         return self._fetcher
@@ -186,7 +188,8 @@ class RecomputingBackend(FetchingBackend):
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         entry = self._known(model)
-        key, kinds = kinds_of(model, args, kwargs, Lengths.of(self.shard), self.communicator, entry.kinds)
+        lengths, refuses = Lengths.of(self.shard), not self.abilities.trains_parts
+        key, kinds = kinds_of(model, args, kwargs, lengths, self.communicator, entry.kinds, refuses=refuses)
         call, rehearse = Call(model, args, kwargs, kinds), partial(self._rehearse, model)
         begin_pass = self.kept.first_hop.begin_forward
         by_widths = self._on_graph.rows
@@ -195,7 +198,7 @@ class RecomputingBackend(FetchingBackend):
                 entry.facts[key] = self._looked_at(call, rehearse, begin_pass)
             facts = entry.facts[key]
             if facts is None:
-                self._pass = self._fetched_pass()
+                self._pass = self._begun_fetched_pass()
                 return args, kwargs
             if facts.widths not in by_widths:
                 by_widths[facts.widths] = self.rows_of(facts.widths, Probe(call, facts, rehearse, begin_pass))
@@ -267,6 +270,13 @@ class RecomputingBackend(FetchingBackend):
             raise refused or InputError("another rank refuses the model, which it tried on a few nodes")
         return bool(ranks[:, 1].all()) and bool((ranks[:, 2] == ranks[0, 2]).all())
 
+    def _begun_fetched_pass(self) -> FetchedPass:
+        on_graph = self._on_graph
+        if on_graph.fetched is None:
+            on_graph.fetched = self._fetched_pass()
+        on_graph.fetched.begin()
+        return on_graph.fetched
+
     def _fetched_pass(self) -> FetchedPass:
         assert self.fetcher is not None
         return FetchedPass(self.fetcher)
@@ -288,8 +298,7 @@ class RecomputingBackend(FetchingBackend):
         if not isinstance(done, PartPass):
             return output
         done.ended = True
-        rows = done.rows
-        return each_tensor(output, lambda out: first_rows(out, rows.computed, rows.num_owned) if out.dim() else out)
+        return each_tensor(output, done.owned_of)
 
     @contextlib.contextmanager
     def _rehearse(self, model: nn.Module, rehearsal: Rehearsal, training: bool) -> Iterator[None]:
@@ -390,11 +399,6 @@ class RecomputingBackend(FetchingBackend):
     @override
     def sum_over_ranks(self, x: Tensor) -> Tensor:
         return x if self._alone else super().sum_over_ranks(x)
-
-    @override
-    def note(self, text: str) -> None:
-        if not self._alone:
-            super().note(text)
 
     @override
     def move(self, at: str) -> None:

@@ -1,8 +1,9 @@
-"""The engine of ``pull`` and ``pushpull``: models run on sampled neighbourhoods, without the rows that nobody reads."""
+"""The engine of ``pull`` and ``pushpull``: models run on sampled neighbourhoods, and skip rows that no layer reads."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from pygdist.backends.base import Abilities, names_of
-from pygdist.backends.passes.batch import BatchPass
+from pygdist.backends.passes.batch import BatchPass, num_nodes_of_batch
 from pygdist.backends.passes.kinds import Lengths, kinds_of
 from pygdist.backends.passes.rehearsal import Call, ModelFacts, look_at
 from pygdist.backends.passes.rows import Rows
@@ -23,7 +24,8 @@ from pygdist.backends.recomputing.backend import RecomputingBackend
 from pygdist.comm import Communicator
 from pygdist.errors import InputError
 from pygdist.graph import Adjacency, Shard
-from pygdist.hops.arguments import each_tensor, edges_among, first_rows, tensors_of
+from pygdist.hops.arguments import copied, each_tensor, edges_among, first_rows, tensors_of
+from pygdist.hops.draws import without_randomness
 from pygdist.hops.user_code import in_one_line
 from pygdist.nn.inputs import edge_inputs
 from pygdist.sampler.base import MiniBatches
@@ -51,9 +53,9 @@ class SampledBackend(RecomputingBackend):
 
     @abstractmethod
     def steps(self, shard: Shard, batches: MiniBatches | None, model: nn.Module, *, seed: int) -> Any:
-        """Return the steps of an epoch, :class:`~pygdist.sampler.steps.Steps` or alike; every rank makes the call.
+        """Return the steps of an epoch, such as :class:`~pygdist.sampler.steps.Steps`. Every rank makes the call.
 
-        A thread makes exchanges on a group of its own.
+        The steps have a thread that makes exchanges on a process group of its own.
 
         Args:
             shard: This rank's part, on the CPU.
@@ -62,20 +64,20 @@ class SampledBackend(RecomputingBackend):
             seed: Seed of all random numbers.
 
         Raises:
-            InputError: On all ranks, if there are no batches, they do not cross parts, or there is nothing to learn.
+            InputError: On all ranks, if there are no batches, batches do not cross parts, or there is nothing to learn.
         """
 
     def beside(self, shard: Shard, model: nn.Module, num_parts: int | None = None) -> tuple[Communicator, Topology]:
-        """Return the ranks, on a process group for the thread that makes batches, and the edges that this one holds.
+        """Return a communicator for the thread that makes batches, and the edges that this rank holds.
 
-        Every rank makes the call. Arguments are those of :meth:`~pygdist.sampler.topology.Topology.of`, with the values
-        of edges that the model takes.
+        Every rank makes the call. Arguments are those of :meth:`~pygdist.sampler.topology.Topology.of`; the edges have
+        the values that the model takes.
         """
         aside = self.communicator.apart(quiet=True)
         return aside, Topology.of(shard, list(edge_inputs(model, shard)), aside, num_parts=num_parts)
 
     def batches_of(self, batches: MiniBatches | None) -> MiniBatches:
-        """Refuse to train without batches."""
+        """Return ``batches``; refuse ``None``, as this backend trains only on batches."""
         if batches is None:
             raise InputError(
                 f"batches: backend '{self.name}' trains on mini-batches; set batches, for example NeighborBatches([25, "
@@ -97,11 +99,11 @@ class SampledBackend(RecomputingBackend):
                 f"{names_of(lambda abilities: abilities.exact)}"
             )
         self.kept.forget()  # of the batch before
-        self._pass, self._num_seeds = self._over(args, kwargs), None
+        self._pass, self._num_seeds = self._over(model, args, kwargs), None
         hops = edges[0].slot(SAMPLED_HOPS) if len(edges) == 1 else None
         if hops is not None:
             facts = self._facts_of(model, args, kwargs, edges[0], hops)
-            self._pass = self._over(args, kwargs) if facts is None else self._trimmed(edges[0], hops, facts)
+            self._pass = self._over(model, args, kwargs) if facts is None else self._trimmed(edges[0], hops, facts)
             self._num_seeds = hops.num_seeds
         return args, kwargs
 
@@ -113,10 +115,10 @@ class SampledBackend(RecomputingBackend):
             return output
         return each_tensor(output, lambda out: first_rows(out, (num_rows,), num_seeds) if out.dim() else out)
 
-    def _over(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchPass:
+    def _over(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchPass:
         """Return the pass in which layers compute all rows of a batch, as in PyG."""
-        rows = [one.size(0) for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one.dim()]
-        return BatchPass(rows[0] if rows else 0, None, in_weights=False, without_norm=lambda layer: None)
+        num_rows = num_nodes_of_batch(model, args, kwargs)
+        return BatchPass(num_rows, None, in_weights=False, without_norm=lambda layer: None)
 
     def _trimmed(self, adjacency: Adjacency, hops: SampledHops, facts: ModelFacts) -> SampledPass:
         return SampledPass(hops, hops.rows(adjacency, len(facts.widths)), facts)
@@ -147,10 +149,11 @@ class SampledBackend(RecomputingBackend):
             if not facts.widths:
                 return None
             outs = []
-            for training, trims in ((True, True), (False, True), (False, False)):
-                over = self._trimmed(adjacency, hops, facts) if trims else self._over(call.args, call.kwargs)
-                with self._by_itself(model, over, training), _plainly(adjacency.device):
-                    outs.append(tensors_of(model.forward(*call.args, **call.kwargs)))
+            for training, trims in itertools.product((True, False), (True, False)):  # a norm may differ in training
+                over = self._trimmed(adjacency, hops, facts) if trims else self._over(model, call.args, call.kwargs)
+                with self._by_itself(model, over, training), _plainly(adjacency.device), without_randomness():
+                    args, kwargs = copied(model.forward, call.args, call.kwargs)
+                    outs.append(tensors_of(model.forward(*args, **kwargs)))
         except AllRowsNeededError:
             self._all_rows = "looks at all nodes of a batch at once, as norms over nodes do, or normalises weights"
             return None
@@ -158,8 +161,11 @@ class SampledBackend(RecomputingBackend):
             self._all_rows = f"ends with {in_one_line(error)} where rows that no layer reads are left out"
             log.info("all rows of a batch are computed in each layer: the model %s", self._all_rows)
             return None
-        _, trimmed, whole = ([one[: hops.num_seeds] for one in out] for out in outs)
-        alike = len(trimmed) == len(whole) and all(map(_are_close, trimmed, whole))
+        of_seeds = [[one[: hops.num_seeds] if one.dim() else one for one in out] for out in outs]
+        alike = all(
+            len(trimmed) == len(whole) and all(map(_are_close, trimmed, whole))
+            for trimmed, whole in zip(of_seeds[::2], of_seeds[1::2], strict=True)
+        )
         self._all_rows = "puts out something else where rows that no layer reads are left out"
         return facts if alike else None
 

@@ -1,8 +1,8 @@
-"""Copies of columns and of in-edges on more ranks than need be, where memory allows (P3, Sec. 3.4).
+"""Copies of columns and of in-edges on several ranks, if memory allows (P3, Sec. 3.4).
 
-Ranks form groups that hold everything between them: *f* ranks all columns of the features, *t* ranks all in-edges. By
-default all ranks are one group and nothing is held twice. In a smaller group each rank holds more and sends to fewer:
-with *t* = 1 it samples alone, with *f* = 1 only gradients travel. Both numbers divide that of the ranks.
+Groups of *f* ranks together hold all columns of the features; groups of *t* ranks together hold all in-edges. By
+default all ranks are one group, and nothing is held twice. In a smaller group each rank holds more, and sends to fewer
+ranks: with *t* = 1 a rank samples alone, with *f* = 1 only gradients travel. *f* and *t* divide the number of ranks.
 """
 
 from __future__ import annotations
@@ -54,9 +54,11 @@ def group_sizes(
         if size is not None and (size < 1 or world_size % size):
             raise InputError(f"{name} is {size}, expected a divisor of the number of ranks, which is {world_size}")
     left = int(cache_gib * 2**30)
+    if features is not None:
+        left -= column_bytes(shard, features, world_size)
     if topology is None:
         topology = _smallest(world_size, left, lambda size: topology_bytes(shard, size, world_size, edge_bytes))
-        left -= topology_bytes(shard, topology, world_size, edge_bytes)
+    left -= topology_bytes(shard, topology, world_size, edge_bytes)
     if features is None:
         features = _smallest(world_size, left, lambda size: column_bytes(shard, size, world_size))
     return GroupSizes(features, topology)

@@ -9,7 +9,7 @@ backward   the gradient of its sum,    those of all batches, :math:`(D_q, H)`   
            :math:`(D, H)`, to each
 =========  ==========================  ==============================================  =======================
 
-No feature travels, and no product of them before it has the width H. Ranks that hold no column take no part.
+Neither features travel nor products of features, except products of width H. Ranks that hold no column take no part.
 """
 
 from __future__ import annotations

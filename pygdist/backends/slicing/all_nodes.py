@@ -1,8 +1,8 @@
-"""The nodes and edges of all ranks: who owns which rows, and who holds which columns of all rows (NeutronTP, Sec. 3).
+"""The nodes and edges of all ranks: the rows that each rank owns, and its columns of all rows (NeutronTP, Sec. 3).
 
-The nodes of all ranks stand one rank's after the other, each rank's in its own order; so do their in-edges. A rank's
-edges hold local ids, which are translated once for each set of edges. Each rank owns some rows, and during a hop holds
-some columns of all rows. Of N rows a rank owns n, of C columns it holds c::
+The nodes of all ranks are in rank order, and within a rank in the rank's own order; so are the in-edges. A rank's edges
+hold local ids, which are translated once for each set of edges. Each rank owns some rows, and during a hop holds some
+columns of all rows. A rank owns n of N rows, and holds c of C columns::
 
     split   (n, *, C) -> (N, *, c)   backward: gather; each row's owner gets all columns of its gradient
     gather  (N, *, c) -> (n, *, C)   backward: split; each rank gets its columns of all gradients
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pygdist.backends.passes.of_all_edges import OfAllEdges
 from pygdist.comm import Communicator
 from pygdist.comm.slices import columns_of, gather_columns, share_rows, split_columns
 from pygdist.graph import Adjacency, Shard
 from pygdist.kernels import CSR
 from pygdist.kernels.csr import narrowest, pointers_of
 from pygdist.memory.overflow import Overflow
-from pygdist.nn.relations import of_relation
 
 AHEAD = 2  # pieces of one tensor that are under way at once
 
@@ -116,9 +116,7 @@ class AllNodes:
     def __init__(
         self, shard: Shard, communicator: Communicator, overflow: Overflow | None = None, *, overlap: bool = True
     ) -> None:
-        self._num_made = 0  # topologies, which are numbered in the order in which all ranks make them
-        self._topologies: dict[int, tuple[Adjacency, Topology]] = {}  # with this rank's edges
-        self._read_by: dict[tuple[object, ...], int] = {}
+        self._topologies = OfAllEdges[Topology](communicator)
         facts = communicator.gather([float(shard.num_owned), float(_drawn(shard.n_id.device))])
         counts = tuple(int(count) for count in facts[:, 0])
         self.layout = SliceLayout(communicator=communicator, counts=counts, overflow=overflow, overlap=overlap)
@@ -130,15 +128,13 @@ class AllNodes:
 
     def forget(self) -> None:
         """Drop all topologies; every rank makes the call."""
-        self._topologies.clear()
-        self._read_by.clear()
+        self._topologies.forget()
 
     def topology(self, edge_index: Tensor, reader: tuple[object, ...]) -> Topology:
         """Return the edges of all ranks, from this rank's edges in local ids; translated once for an adjacency.
 
-        A reader that comes with the same edges as last time gets their topology without communication. Otherwise ranks
-        agree on whether all of them have met these edges before: two relations of which a rank has no edge are one
-        object to that rank, and two to others. For the same reason ranks always agree on the edges of a relation.
+        A reader with the same edges as last time gets the topology without communication; see
+        :class:`~pygdist.backends.passes.of_all_edges.OfAllEdges`.
 
         Args:
             edge_index: This rank's edges.
@@ -147,19 +143,7 @@ class AllNodes:
         if not isinstance(edge_index, Adjacency):
             with torch.no_grad():
                 return self._of_list(edge_index)
-        edges, number = edge_index.origin, self._read_by.get(reader)
-        if number is None or self._topologies[number][0] is not edges or of_relation(edges):
-            met = [1.0, *(float(one is edges) for one, _ in self._topologies.values())]
-            met_by_all = self.layout.communicator.gather(met).amin(0)[1:].tolist()
-            number = next((one for one, by_all in zip(self._topologies, met_by_all, strict=True) if by_all), None)
-            if number is None:
-                number, self._num_made = self._num_made, self._num_made + 1
-                with torch.inference_mode(False), torch.no_grad():
-                    self._topologies[number] = edges, self._of_rows(edge_index.csr())
-            self._read_by[reader] = number
-            still_read = set(self._read_by.values())
-            self._topologies = {one: entry for one, entry in self._topologies.items() if one in still_read}
-        return self._topologies[number][1]
+        return self._topologies.of(edge_index, lambda: self._of_rows(edge_index.csr()), reader=reader)
 
     def _of_rows(self, csr: CSR) -> Topology:
         layout, communicator = self.layout, self.layout.communicator

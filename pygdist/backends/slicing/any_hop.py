@@ -1,7 +1,8 @@
-"""One hop of any layer of which ranks can share out the columns: the layer's own code runs on slices of all rows.
+"""One hop of any layer whose columns ranks can divide: the layer's own code runs on slices of all rows.
 
-The kind of each argument of ``propagate``, found by a trial (:mod:`~pygdist.backends.slicing.columns`), says how it
-travels. The layer gets the rows or edges of all ranks; a rank without columns gets a phantom one, cut off afterwards::
+A trial (:mod:`~pygdist.backends.slicing.columns`) finds the kind of each argument of ``propagate``; the kind determines
+the exchange. The layer gets the rows or edges of all ranks. A rank without columns gets a phantom column, which is cut
+off afterwards::
 
     columns       (n, *, C) -> (N, *, c)       backward: the owner of a row gets all columns of its gradient
     nodes         (n, *)    -> (N, *)          backward: the owner of a row gets the sum over ranks

@@ -1,7 +1,7 @@
-r"""Sums on slices with the weights of attention, which depend on whole rows; every rank needs those of all edges.
+r"""Sums on slices with attention weights, which depend on whole rows; every rank needs the weights of all edges.
 
-Either the owner of an edge computes its weight and sends it to all ranks, or every rank computes all weights from the
-scores of all nodes, whichever is less to send (NeutronTP, Sec. 4.1.1)::
+Either the owner of an edge computes the edge's weight and sends it to all ranks, or every rank computes all weights
+from the scores of all nodes. The choice with fewer bytes is taken (NeutronTP, Sec. 4.1.1)::
 
     split_with_scores   values (n, H, C), scores (n, H)   -> (N, H, c), (N, H)
     split_with_weights  values (n, H, C), weights (e, H)  -> (N, H, c), (E, H)

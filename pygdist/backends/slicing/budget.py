@@ -1,4 +1,4 @@
-"""Memory that slices and the edges of all ranks may take on a device, and where the rest of them waits."""
+"""The memory that slices and the edges of all ranks may take on a device, and the overflow for the rest."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _copies_of_weights(layer: nn.Module) -> int:
 def overflow_of(
     shard: Shard, communicator: Communicator, sizes: ModelSizes, *, memory_gib: float | None, device: str | None
 ) -> Overflow | None:
-    """Return where edges and slices wait that do not fit on the device; ``None`` if all fit, on all ranks alike.
+    """Return the overflow for edges and slices that do not fit on the device; ``None`` on all ranks if all fit.
 
     Args:
         shard: The rank's shard.
@@ -63,6 +63,8 @@ def overflow_of(
     """
     here = shard.n_id.device
     on = device_of(device, here, communicator.local_rank)
+    if on.type == "cpu" and here.type != "cpu":
+        raise InputError(f"device={device}: hops of a model on {here.type} run there; leave device out")
     folder = writable(shard.folder) if on.type == "cpu" else None
     if memory_gib is not None:
         return Overflow(on, int(memory_gib * _GIB), folder)

@@ -1,10 +1,11 @@
 """The chunks of a hop over the edges of all ranks, and the rows that travel for each; the same on every rank.
 
-The topology is cut logically (NeutronTP, Sec. 4.2.1): chunk *k* is the *k*-th part of every rank's rows with all their
-in-edges, so that each rank sends and receives as much as any other in every chunk. Rows that an earlier chunk read are
-here already and are not sent again: a row stands once in the work queue of its rank (Algorithm 1). A backward pass runs
-the chunks in reverse order. The gradient of a row is then complete after the chunk that the row was sent for, which is
-the last one to add to it.
+The topology is divided logically (NeutronTP, Sec. 4.2.1): chunk *k* is the *k*-th part of every rank's rows with all
+their in-edges, so that ranks with equally many rows send and
+receive as many in every chunk. A row is sent once, for the
+first chunk that reads the row, and appears once in the work queue of its rank (Algorithm 1). A backward pass runs the
+chunks in reverse order. The gradient of a row is then complete after the chunk for which the row was sent, which is the
+last chunk to add to this gradient.
 """
 
 from __future__ import annotations

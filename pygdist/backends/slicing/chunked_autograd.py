@@ -1,14 +1,14 @@
 """Any hop on slices within a memory budget: chunk by chunk, and once more in the backward pass.
 
-A chunk is some destinations with all their in-edges (NeutronTP, Sec. 4.2.1), so it is enough for whatever a layer makes
-of the messages of one destination (softmax, maximum, deviation). Rows, edges and gradients of all ranks stay in an
-:class:`~pygdist.memory.overflow.Overflow`. A chunk takes what it reads to the device; what it computes there is dropped
-and computed again in the backward pass (activation checkpointing).
+A chunk is some destinations with all their in-edges (NeutronTP, Sec. 4.2.1), so a chunk has all messages that an
+aggregation of one destination (softmax, maximum, deviation) needs. Rows, edges and gradients of all ranks stay in an
+:class:`~pygdist.memory.overflow.Overflow`. A chunk copies its inputs to the device; what it computes there, except its
+results, is dropped, and computed again in the backward pass (activation checkpointing).
 
-While a chunk is computed, the rows that the next one reads and no chunk before it are under way, and so are the results
-of the one before (Sec. 4.2.2). The backward pass runs the chunks in reverse order: the gradients of a chunk's results
-arrive just before it, and the gradient of a row leaves for its owner after the chunk that the row was sent for, which
-is the last to add to it. Every rank runs the same chunks in the same order.
+While a chunk is computed, new rows for the next chunk and the results of the previous chunk are under way (Sec. 4.2.2).
+The backward pass runs the chunks in reverse order: the gradients of a chunk's results arrive just before the chunk
+runs. The gradient of a row leaves for its owner after the chunk for which the row was sent, which is the last chunk to
+add to this gradient. Every rank runs the same chunks in the same order.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class ChunkCost:
     """Memory that a chunk takes while it is computed, beside its inputs.
 
     Attributes:
-        messages: It makes a message for each edge, as wide as the rows that it reads.
-        weight_bytes: Bytes of the weights that it makes for each edge.
-        fold: Width of the result, as a multiple of the width of the rows that it reads.
-        needs_all_edges: Reason why a destination's row is not right without the edges into others; empty if it is.
+        messages: True if the chunk makes a message for each edge, as wide as the source rows.
+        weight_bytes: Bytes of the weights that the chunk makes for each edge.
+        fold: Width of the result, as a multiple of the width of the source rows.
+        needs_all_edges: Reason why a destination's row depends on the edges into other nodes; empty if it does not.
     """
 
     messages: bool = False

@@ -1,7 +1,7 @@
-"""One hop chunk by chunk: its inputs, how all ranks obtain them, and the rows that a chunk reads on the device.
+"""One hop chunk by chunk: its inputs, their exchange, and the rows that a chunk reads on the device.
 
-To a layer a chunk is a small bipartite graph, from the rows that it reads to its destinations. The rows or edges that a
-rank owns are split or shared in pieces, in the order in which chunks read them (NeutronTP, Sec. 4.2.2).
+A layer sees a chunk as a small bipartite graph, from source rows to destinations. The rows or edges that a rank owns
+are split or shared in pieces, in the order in which chunks read them (NeutronTP, Sec. 4.2.2).
 """
 
 from __future__ import annotations

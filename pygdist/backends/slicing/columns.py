@@ -1,8 +1,8 @@
-"""Trials of layers: which hops compute each column from that column alone, so that ranks may share the columns out.
+"""Trials of layers, to find hops that compute each column from this column alone, so that ranks may divide columns.
 
-Nothing is known of layers in advance. A copy of the layer with random parameters runs on a tiny graph, in evaluation
-and in training mode, and each of its hops runs again on some of the columns. A hop qualifies if it gives the same
-numbers there, whatever is drawn at random (NeutronTP, Sec. 3, for any message and aggregation).
+There is no list of layers. A copy of the layer with random parameters runs on a tiny graph, in evaluation and in
+training mode, and each of its hops runs again on some of the columns. A hop qualifies if both runs give the same
+numbers, for all random draws (NeutronTP, Sec. 3, for any message and aggregation).
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ _GENERATORS = {"random": "Python's random generator", "numpy.random": "NumPy's r
 
 @dataclass(frozen=True)
 class Columns:
-    """The way in which ranks share out one hop of a layer.
+    """The way in which ranks divide one hop of a layer by columns.
 
     Attributes:
         kinds: The kind of each argument of ``propagate``, by name.
-        fold: Number of blocks of columns in the result, each as wide as the rows that go in.
-        repeated: The layer reads the same rows in several hops, one for each relation, say.
-        reads: Names of the layer's parameters, and of other tensors that are its attributes, which it computes with.
-        needs_all_edges: Reason why a chunk (some destinations with all their in-edges) does not get the right rows;
-            empty if it does.
+        fold: Number of blocks of columns in the result, each as wide as the input rows.
+        repeated: True if the layer reads the same rows in several hops, for example one for each relation.
+        reads: Names of the parameters, and of other tensor attributes of the layer, that the hop reads.
+        needs_all_edges: Reason why a chunk (some destinations with all their in-edges) would give wrong rows; empty if
+            its rows are right.
     """
 
     kinds: Mapping[str, ArgumentKind]
@@ -79,7 +79,7 @@ def read_ends(layer: MessagePassing, name: str) -> tuple[bool, bool]:
 
 
 def advice() -> str:
-    """Say in an error which backends run a layer whose columns ranks cannot share out."""
+    """Return advice for an error, with the backends that run a layer whose columns ranks cannot divide."""
     return f"use backend {names_of(lambda abilities: abilities.exact and abilities.mixes_columns)}"
 
 
@@ -88,7 +88,7 @@ class _RefusedError(Exception):
 
 
 def columns_of_hops(layer: MessagePassing) -> HopColumns:
-    """Return how ranks share out each hop of a layer, found by one trial.
+    """Return for each hop of a layer the way to divide its columns, found by one trial.
 
     Raises:
         InputError: With the reason, as a clause that begins with a verb, if the layer does not qualify.
@@ -103,10 +103,10 @@ def columns_of_hops(layer: MessagePassing) -> HopColumns:
 
 
 def acts_on_columns(layer: MessagePassing) -> bool:
-    """True if a layer does nothing but hops and what acts on each column by itself, so that it may run on slices.
+    """Tell if a whole layer may run on slices: it has only hops and operations that act on each column by itself.
 
-    This holds for the layer's present mode, training or not: in training it may draw random numbers, which would have
-    to be the same on all ranks.
+    The answer is for the layer's present mode, training or evaluation: in training a layer may draw random numbers,
+    which would have to be the same on all ranks.
     """
     return any(one.training for one in layer.modules()) in _WHOLE.of(layer)
 

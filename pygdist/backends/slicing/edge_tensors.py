@@ -1,7 +1,7 @@
 """Tensors with one row for each edge of all ranks, such as weights, made from each rank's own rows.
 
-What stays the same from pass to pass travels once. A rank recognises a tensor by its memory and version; where some
-ranks may see a new tensor and others the same one, all ranks agree first.
+A tensor that stays the same from pass to pass travels once. A rank recognises a tensor by its memory and version. If
+the tensor may be new on some ranks and the same on others, all ranks agree first.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 r"""Splits and gathers in pieces, while chunks are computed.
 
-Inter-chunk pipelining (NeutronTP, Sec. 4.2.2): while a chunk is computed, the rows that the next one reads are under
-way, and so are the results of the one before. :class:`SplitPipeline` sends rows from their owners to all ranks, each
-rank its columns or whole rows, :math:`(n, *, C) \to (N, *, c)`; :class:`GatherPipeline` sends columns, or what is added
-up, to the owners of rows, :math:`(N, *, c) \to (n, *, C)`. In a backward pass each carries the gradients of what the
-other one sent. Every rank makes the same calls in the same order.
+Inter-chunk pipelining (NeutronTP, Sec. 4.2.2): while a chunk is computed, the rows for the next chunk and the results
+of the previous chunk are under way. :class:`SplitPipeline` sends rows from their owners to all ranks; each rank gets
+its columns, or whole rows, :math:`(n, *, C) \to (N, *, c)`. :class:`GatherPipeline` sends columns, or terms of sums, to
+the owners of rows, :math:`(N, *, c) \to (n, *, C)`. In a backward pass each pipeline carries the gradients of the other
+one's rows. Every rank makes the same calls in the same order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Sums over in-edges on slices, chunk by chunk: sources are split before a chunk is summed, results gathered after it.
 
-While a chunk is summed, the sources of the next one and the sums of the one before are under way (NeutronTP, Sec.
-4.2.2). With an :class:`~pygdist.memory.overflow.Overflow` only the chunk that runs is on the device: its edges, the
-rows that it reads, its sums.
+While a chunk is summed, the sources of the next chunk and the sums of the previous chunk are under way (NeutronTP, Sec.
+4.2.2). With an :class:`~pygdist.memory.overflow.Overflow`, only the running chunk is on the device: its edges, its
+source rows and its sums.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from pygdist.memory.ring import download, settle, uploaded
 
 @dataclass(frozen=True, kw_only=True)
 class Rounds:
-    r"""Hops one after the other, and the work on each row between them.
+    r"""Successive hops, and the work on each row between hops.
 
     Attributes:
         number: Number of hops.
         before: Factor of each row before every hop, :math:`(N, 1)`.
         after: Factor of each sum after every hop, :math:`(N, 1)`.
-        own_factors: For each hop: the row itself, times this, is added to its sum. Not together with ``before``.
+        own_factors: For each hop a factor; the row itself times this factor is added to the row's sum. Not together
+            with ``before``.
         visit: Called after each hop with its number and this rank's columns of all rows before the hop.
     """
 
@@ -43,7 +44,7 @@ class Rounds:
 
     @property
     def between(self) -> Tensor | None:
-        """Factor of each sum between two hops: after the one, and before the other."""
+        """Factor of each sum between two hops, the product of ``after`` and ``before``."""
         if self.before is None or self.after is None:
             return self.after if self.before is None else self.before
         return self.before * self.after

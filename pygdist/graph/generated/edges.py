@@ -15,20 +15,21 @@ _MOST_NODES = 3_000_000_000  # ids are products below N * N, which int64 must ho
 
 
 class EdgeGenerator:
-    r"""Edges with communities and a power law, drawn independently, in no order.
+    r"""Random edges with communities and a power law of degrees, drawn independently, in no order.
 
-    Both ends are drawn with a probability about :math:`r^{-a}`, where r numbers the nodes from 1. With probability
-    ``inside`` the target is drawn from the source's community only, which has a power law of its own. Ids are unrelated
-    to r and community. Edges may repeat and may be loops. The same arguments give the same edges, however they are
-    read.
+    Nodes have ranks r = 1, 2, ...; ids are unrelated to ranks and communities. Both ends of an edge are drawn with a
+    probability proportional to :math:`r^{-a}`. With probability ``inside`` the target is drawn from the source's
+    community only, by ranks within the community. Edges may repeat and may be loops. The same arguments give the same
+    edges, whatever ranges :meth:`read` is called with.
 
     Args:
         num_nodes: Number of nodes, N; or two numbers, of source nodes and of target nodes. Nodes of both types belong
             to the same communities.
         num_edges: Number of directed edges.
-        num_communities: Number of communities, of almost equal size.
-        inside: Probability that an edge stays in a community.
-        exponent: The skew :math:`a`, from 0 to below 1; or two, of sources and of targets.
+        num_communities: Number of communities, of almost equal size. By default one per 1000 nodes (of the smaller
+            type), at least one.
+        inside: Probability that the target is drawn from the source's community.
+        exponent: The skew :math:`a`, from 0 to below 1; or two numbers, for sources and for targets.
         undirected: Edges 2k and 2k + 1 are the two directions of one draw; ``num_edges`` must be even.
         seed: Seed.
 
@@ -71,7 +72,7 @@ class EdgeGenerator:
                 "edges, since undirected edges come in both directions"
             )
         self.num_nodes, self.num_edges = max(nodes), num_edges
-        self.num_communities = num_communities or max(1, min(nodes) // 1000)
+        self.num_communities = max(1, min(nodes) // 1000) if num_communities is None else num_communities
         if not 1 <= self.num_communities <= min(nodes):
             raise InputError(f"num_communities is {num_communities}, expected 1 to {min(nodes)}")
         self._nodes, self._exponent = nodes, skew
@@ -90,12 +91,12 @@ class EdgeGenerator:
     ) -> NDArray[np.int64]:
         """Return the community of each node: int64 below ``num_communities``, of the shape of ``ids``.
 
-        ``end`` tells the type of the nodes, if sources and targets are of two types.
+        If sources and targets are of two types, ``end`` is the type of ``ids``.
         """
         return node_ranks(ids, self._nodes[end == "target"]) % self.num_communities
 
     def largest_in_degree(self) -> float:
-        """Return the expected in-degree of the most frequent target."""
+        """Return the expected in-degree of the node that is drawn most often as a target."""
         (sources, targets), (skew, popular) = self._nodes, self._exponent
         communities = self.num_communities
         # rank r is drawn where u^(1 / (1 - a)) N falls into [r, r + 1)

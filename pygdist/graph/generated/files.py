@@ -53,9 +53,9 @@ def write_generated(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Path:
-    """Write the double of a published graph (a random graph with its figures), in bounded memory.
+    """Write a random graph with the size, degrees and classes of a published graph, in bounded memory.
 
-    The folder appears when it is complete. A finished folder of the same arguments is left as it is.
+    The folder appears when it is complete. A finished folder that has the same arguments is left as it is.
 
     Args:
         name: ``reddit-like``, ``products-like``, ``papers-like`` or ``mag-like``.
@@ -63,15 +63,16 @@ def write_generated(
         scale: Factor on the published numbers of nodes and edges.
         seed: Seed.
         features: Write features.
-        wrong_labels: Share of the nodes whose label is that of another class.
-        overwrite: Replace a finished folder that differs. Nothing else in that place is ever removed.
+        wrong_labels: Share of the nodes whose label is wrong, that is, of another class.
+        overwrite: Replace a finished folder that has other arguments. Any other content of the folder is refused.
         progress: Shows the passes over edges and nodes.
 
     Returns:
         The folder.
 
     Raises:
-        InputError: If an argument is out of range, the place holds something else, or the disk is full or refuses.
+        InputError: If an argument is out of range, the folder holds something else, the disk is full, or the folder
+            cannot be written.
 
     Example:
         >>> write_generated("reddit-like", "reddit-0.1", scale=0.1)
@@ -101,7 +102,7 @@ def read_description(folder: str | Path) -> dict[str, Any]:
     """Read ``graph.json`` of a folder.
 
     Raises:
-        InputError: If it is missing, damaged or of another format.
+        InputError: If ``graph.json`` is missing, damaged or of another format.
     """
     path = Path(folder) / "graph.json"
     try:

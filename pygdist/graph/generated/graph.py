@@ -22,7 +22,7 @@ _NODES, _EDGES = 0x6E6F6465, 0x65646765  # keep the seeds of all types of nodes 
 
 
 class GraphGenerator:
-    """The double of a published graph at a scale, generated while it is read.
+    """A random graph with the figures of a published graph at a scale; its arrays are generated while they are read.
 
     Edges are drawn independently, so some are duplicates, more of them in smaller graphs: of ``reddit-like`` 2% at
     scale 0.5, 6% at 0.1, 20% at 0.02; of ``products-like`` 0.5% at 0.2, 0.8% at 0.1, 3% at 0.02, 11% at 0.005; of
@@ -86,7 +86,7 @@ class GraphGenerator:
 def generate_data(
     name: str, *, scale: float = 1.0, seed: int = 0, features: bool = True, wrong_labels: float = 0.0
 ) -> Data:
-    """Generate the double of a homogeneous graph; ``load_graph(name, ...)`` calls this function.
+    """Generate an imitation of a published homogeneous graph; ``load_graph(name, ...)`` calls this function.
 
     Arguments and errors are those of :class:`GraphGenerator`.
 
@@ -102,7 +102,7 @@ def generate_data(
 def generate_hetero(
     name: str, *, scale: float = 1.0, seed: int = 0, features: bool = True, wrong_labels: float = 0.0
 ) -> HeteroData:
-    """Generate the double of a heterogeneous graph; :func:`pygdist.graph.load_hetero` calls this function.
+    """Generate an imitation of a published heterogeneous graph; :func:`pygdist.graph.load_hetero` calls this function.
 
     Arguments and errors are those of :class:`GraphGenerator`.
 

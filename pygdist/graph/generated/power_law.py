@@ -30,17 +30,18 @@ def power_law(
     num_classes: int = 40,
     seed: int = 12345,
 ) -> Data:
-    r"""A symmetric graph without duplicates or self-loops; node r is drawn with a probability about :math:`r^{-a}`.
+    r"""A symmetric random graph with a power law of degrees, without duplicates and self-loops.
 
-    With the defaults in-degrees go from 21 to 16,892, with a median of 63. The same arguments give the same arrays on
-    every machine.
+    Nodes have ranks r = 1, 2, ... in random order. Both ends of an edge are drawn with a probability proportional to
+    :math:`r^{-a}`. With the defaults in-degrees go from 21 to 16,892, with a median of 63. The same arguments give the
+    same arrays on every machine.
 
     Args:
         num_nodes: Number of nodes.
         num_edges: Number of directed edges, even; each undirected edge counts twice.
-        exponent: The skew :math:`a`; each node's r is random.
-        num_features: Width of the uniform features in [0, 1).
-        num_classes: Number of uniform random classes.
+        exponent: The skew :math:`a`; 0 for no skew.
+        num_features: Width of the features, which are uniform in [0, 1).
+        num_classes: Number of classes; each node has a uniform random class.
         seed: Seed of ``numpy.random.default_rng``.
 
     Returns:
@@ -48,7 +49,8 @@ def power_law(
         60/20/20 split.
 
     Raises:
-        InputError: If the graph would hold more than half of all pairs, so that drawing them would not end.
+        InputError: If ``num_edges`` is odd or negative, or the graph would hold more than half of all pairs; another
+            argument is out of range; or ``exponent`` is so large that too few different pairs are drawn.
     """
     if num_nodes < 2 or num_edges % 2 or not 0 <= num_edges <= num_nodes * (num_nodes - 1) // 2:
         raise InputError(

@@ -1,9 +1,10 @@
-"""The figures of published graphs that matter for speed and memory, for doubles of these graphs at any scale.
+"""The figures of published graphs that matter for speed and memory, for imitations of these graphs at any scale.
 
-With a double, "a tenth of Reddit" means the same to everyone who measures, even without access to Reddit. A double has
-the published numbers of nodes, edges, features and classes, the published split and the published largest degree;
-:class:`pygdist.graph.generated.graph.GraphGenerator` generates it. Scale s multiplies the numbers of nodes and edges by
-s, so the average degree is the published one at every scale; features and classes are never scaled.
+With an imitation, "a tenth of Reddit" means the same to everyone who measures, even without access to Reddit. An
+imitation is a random graph with the published numbers of nodes, edges, features and classes, the published split and
+the published largest degree; :class:`pygdist.graph.generated.graph.GraphGenerator` generates the graph. Scale s
+multiplies the numbers of nodes and edges by s, so the average degree is the published one at every scale; features and
+classes are never scaled.
 
 Counts, splits and largest degrees are published by the datasets' authors and PyG. The other numbers are ours:
 
@@ -23,8 +24,8 @@ Counts, splits and largest degrees are published by the datasets' authors and Py
   0.78 on ``products-like`` (the MLP 0.25), as models have on the published graphs; or
   :func:`pygdist.graph.degree_corrected_sbm`.
 
-A double does not have classes of different sizes, triangles beyond those of communities, or nodes of a degree far below
-the average (on ``reddit-like`` at scale 0.1 the lowest is 284, the average 492).
+An imitation does not have classes of different sizes, triangles beyond those of communities, or nodes of a degree far
+below the average (on ``reddit-like`` at scale 0.1 the lowest is 284, the average 492).
 """
 
 from __future__ import annotations
@@ -182,11 +183,11 @@ PUBLISHED: Mapping[str, PublishedGraph] = MappingProxyType(
         ),
     }
 )
-"""Figures of each published graph, by the name of its double."""
+"""Figures of each published graph, by the name of its imitation."""
 
 
 def published_graph(name: str, scale: float = 1.0) -> PublishedGraph:
-    """Return the figures of a double at a scale; there are at least four nodes of each type.
+    """Return the figures of an imitation at a scale; there are at least four nodes of each type.
 
     Args:
         name: A name in :data:`PUBLISHED`.

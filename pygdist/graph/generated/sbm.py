@@ -52,8 +52,8 @@ def degree_corrected_sbm(
         num_features: Width of the features.
         feature_noise: Standard deviation of the noise in each feature.
         split: Shares of training, validation and test nodes, summing to at most 1.
-        labels_per_class: Number of training nodes of each class, instead of ``split[0]`` of all nodes; the other nodes
-            are divided between validation and test in the proportions of ``split``.
+        labels_per_class: Number of training nodes of each class, in place of the share ``split[0]`` of all nodes. All
+            other nodes are then divided between validation and test in the proportions of ``split``.
         seed: Seed of ``numpy.random.default_rng``; the same arguments give the same graph.
 
     Returns:
@@ -132,7 +132,7 @@ def _draw_pairs(
         inside = first + rng.random(draws) * (last - first)
         outside = rng.random(draws) * (total - (last - first))
         outside += np.where(outside >= first, last - first, 0.0)
-        same = rng.random(draws) < homophily
+        same = (rng.random(draws) < homophily) | (last - first >= total)  # no other class has nodes
         other = node(np.where(same, inside, outside))
         keys = np.minimum(one, other) * num_nodes + np.maximum(one, other)
         pairs = distinct(np.concatenate([pairs, keys[one != other]]))

@@ -47,6 +47,8 @@ class ReadEdges:
             written to them reaches the files.
         num_nodes: Number of nodes, if it is known.
         least: The smallest id, if the ids were looked at and nothing says at which they start.
+        largest: The largest number of a node with an edge that was removed, if ids were looked at; else -1.
+        first: The id of node 0 in the files, 0 or 1.
         names: A text file with the name of each node, a line each, if ids are names.
     """
 
@@ -54,6 +56,8 @@ class ReadEdges:
     values: Mapping[str, NDArray[Any]]
     num_nodes: int | None
     least: int | None = None
+    largest: int = -1
+    first: int = 0
     names: Path | None = None
 
 
@@ -89,9 +93,15 @@ def read_edges(
     merged = options.remove_duplicates and values
     if not (options.symmetrize or options.remove_self_loops or first or merged):
         return ReadEdges(file=file, values={}, num_nodes=num_nodes)
+    for name, value in values.items():
+        if value.shape[:1] != (file.num_edges,):
+            raise InputError(
+                f"{paths[0].with_name(name)}.npy: shape {value.shape}, expected one entry for each of "
+                f"{file.num_edges} edges"
+            )
     last = 1 << 63 if num_nodes is None else num_nodes + first
     rows = _rows_of_stream(EdgeStream(file, num_nodes=last, name=str(paths[0]), progress=progress), values, first)
-    return _converted(rows, options, scratch, notes, num_nodes=num_nodes)
+    return _converted(rows, options, scratch, notes, num_nodes=num_nodes, first=first)
 
 
 def read_names(path: Path) -> Names:
@@ -140,7 +150,7 @@ def _from_tables(
             notes.append(f"{path}: says that edges have no direction, so the reverse of every edge was added")
     edges = _converted(
         _rows_of_tables(tables, names, num_nodes, first, progress), options, scratch, notes, num_nodes=num_nodes,
-        names=names, told=first > 0 or names is not None,
+        names=names, told=first > 0 or names is not None, first=first,
     )  # fmt: skip
     notes += late_notes
     return edges
@@ -232,8 +242,9 @@ def _mirrored(rows: EdgeRows, sign: int) -> EdgeRows:
     ends = rows.ends[:, edge]
     ends[:, second] = ends[::-1, second]
     values = {name: value[edge] for name, value in rows.values.items()}
-    if sign < 0 and "edge_weight" in values:
-        values["edge_weight"][second] *= -1
+    for name in ("edge_weight", "edge_attr") if sign < 0 else ():
+        if name in values:
+            values[name][second] *= -1
     return EdgeRows(ends, values)
 
 
@@ -246,12 +257,13 @@ def _converted(
     num_nodes: int | None,
     names: Names | None = None,
     told: bool = False,
+    first: int = 0,
 ) -> ReadEdges:
     """Write rows to files in ``scratch``; with ``symmetrize`` the reverse of each edge follows it.
 
     ``told`` says that the smallest id tells nothing.
     """
-    loops, least = 0, None
+    loops, least, largest = 0, None, -1
     narrow = num_nodes is not None and num_nodes <= np.iinfo(np.int32).max
     with contextlib.ExitStack() as stack:
         writers: dict[str, ArrayWriter] = {}
@@ -263,6 +275,7 @@ def _converted(
             if options.remove_self_loops:
                 keep = ends[0] != ends[1]
                 loops += int(np.count_nonzero(~keep))
+                largest = max(largest, int(ends.max()))
                 ends, values = ends[:, keep], {name: value[keep] for name, value in values.items()}
             if options.symmetrize:  # each edge is followed by its reverse, however the file is read
                 ends = np.stack([ends, ends[::-1]], axis=2).reshape(2, -1)
@@ -287,5 +300,7 @@ def _converted(
         values={name: np.load(scratch / f"{name}.npy", mmap_mode="r+", allow_pickle=False) for name in writers},
         num_nodes=num_nodes,
         least=None if told else least,
+        largest=largest,
+        first=first,
         names=names_file,
     )

@@ -129,10 +129,12 @@ def _mask(value: Any, num_nodes: int, where: str, name: str) -> Tensor:
     return mask
 
 
-def pick_split(name: str, mask: Tensor, split_index: int) -> Tensor:
-    """Return one column of masks that hold several splits, or a single mask as it is."""
+def pick_split(name: str, mask: Tensor, split_index: int, notes: list[str]) -> Tensor:
+    """Return one column of masks that hold several splits, with a note, or a single mask as it is."""
     if mask.dim() != 2:
         return mask
     if not 0 <= split_index < mask.size(1):
         raise InputError(f"split_index is {split_index}, but {name} holds splits 0 to {mask.size(1) - 1}")
+    if mask.size(1) > 1:
+        notes.append(f"took split {split_index} of the {mask.size(1)} in {name} (split_index)")
     return mask[:, split_index]

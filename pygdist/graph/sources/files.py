@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ from pygdist.graph.streams.tables import LARGEST_EXACT
 
 _LEAST_BYTES_PER_NODE = 16
 _BLOCK_ROWS = 1 << 20
+_SAMPLES, _SAMPLE_BYTES = 16, 1 << 16  # of a file that tell it from others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,42 +42,46 @@ class GraphFiles(EdgeOptions):
     """A graph in files.
 
     Edges are read in chunks; text and Parquet are first converted to binary scratch files. Features are memory-mapped
-    and copied to the parts in blocks. Memory holds a few numbers for each node, and its name while edges with names are
-    read.
+    and copied to the parts in blocks. Memory holds a few numbers for each node. If ids are names, memory also holds the
+    names while the edges are read.
 
     Args:
         edges: The edges: ``.npy`` of shape ``(2, E)`` or ``(E, 2)``; text (``.txt``, ``.csv``, ``.tsv``, KONECT's
             ``out.*``, MatrixMarket's ``.mtx``; also with ``.gz``, ``.zst``, ``.bz2``, ``.xz``;
-            :mod:`pygdist.graph.streams.edge_text`); ``.parquet``; a folder of text or of Parquet files, or a pattern
-            such as ``data/*.csv``, which are read in the order of their names; or a folder of ``.npy`` arrays that also
-            holds the rest (:mod:`pygdist.graph.sources.npy`).
+            :mod:`pygdist.graph.streams.edge_text`); ``.parquet``; a folder of text files or of Parquet files, or a
+            pattern such as ``data/*.csv``, read in the order of the file names; or a folder of ``.npy`` arrays, which
+            also holds features, labels and masks (:mod:`pygdist.graph.sources.npy`).
         columns: Columns of text or Parquet: ``source=NAME,target=NAME,weight=NAME,attributes=NAME+NAME``, or a mapping
-            of the same keys. Columns without names are numbered from 1. Usual names of sources, targets and weights are
-            found by themselves; ``weight=`` leaves weights out. Attributes stay integers if all are.
-        string_ids: Ids are names. By default, if most ids in the first lines are not numbers. Nodes are numbered in the
-            order in which their names come, and the names are stored.
-        names: Text file with the name of each node, a line each: line i + 1 belongs to row i of features and labels.
+            of the same keys. Columns without names are numbered from 1. By default columns of sources, targets and
+            weights are found by their usual names, such as ``src``; ``weight=`` leaves weights out. Attributes stay
+            integers if all attributes are integers.
+        string_ids: True if ids are names. By default ids are names if most ids in the first lines are not numbers.
+            Nodes are numbered in the order in which their names first occur, and the names are stored.
+        names: Text file with one line per node, the name of the node. Line i + 1 belongs to row i of features and
+            labels.
         first_id: Id of the first node, 0 or 1. By default 1 in MatrixMarket and KONECT files, 0 in all others.
-        features: ``.npy`` of shape ``(N, F)``: row i belongs to id i.
-        labels: ``.npy`` of shape ``(N,)``, ``(N, C)``, or of more dimensions.
-        num_nodes: Number of nodes. By default the rows of features, labels or masks, else the largest id plus one.
-        relabel: Renumber from 0 the nodes that have edges, and store their ids. By default this happens if neither
-            ``num_nodes`` nor an array gives the number of nodes, and fewer than half of the ids up to the largest have
-            edges.
+        features: ``.npy`` of shape ``(N, F)``: row i belongs to id ``i + first_id``, or to line i + 1 of ``names``.
+        labels: ``.npy`` of shape ``(N,)``, ``(N, C)``, or of more dimensions, in the order of ``features``.
+        num_nodes: Number of nodes. By default the number of rows of features, labels or masks, the number of lines of
+            ``names``, or the size in the header of an ``.mtx`` file; if there is none of these, the largest id plus
+            one, less ``first_id``.
+        relabel: Renumber the nodes that have edges, from 0, and store the original ids. By default nodes are renumbered
+            if only the edges tell the number of nodes, and fewer than half of the ids up to the largest occur.
         symmetrize: Add the reverse of every edge that has none, and keep one edge of each (source, target).
-        remove_duplicates: Keep one edge of each source and target: weights are summed, attributes averaged; those that
-            are integers must be equal.
+        remove_duplicates: Keep one edge of each source and target: weights are summed, attributes averaged. Integer
+            attributes of such edges must be equal.
         remove_self_loops: Remove edges from a node to itself.
         float_features: Convert integer features of nodes and edges to float32; by default they stay integers.
-        float_labels: Labels are numbers to predict, even if all of them are whole; by default these become classes.
+        float_labels: Labels are numbers to predict, even if all labels are whole. By default whole labels are classes.
         split: Shares of the labelled nodes for training, validation and test, instead of the masks in the folder. With
-            neither ``split`` nor masks, 50/25/25 are drawn.
+            neither ``split`` nor masks, a random split of 50/25/25 is drawn.
         split_seed: Seed of the drawn split.
-        split_index: Column to use of masks that hold several splits.
+        split_index: If masks have a column for each of several splits, the column to use.
         num_classes: Number of classes; the largest label plus one by default.
 
     Raises:
-        InputError: If arguments contradict each other.
+        InputError: If arguments contradict each other; ``num_nodes`` is below 1; ``first_id`` is neither 0 nor 1; or
+            ``columns`` cannot be read. Missing files are found by :attr:`paths`, :meth:`fingerprint` and :meth:`open`.
 
     Example:
         >>> files = GraphFiles(edges="web-Google.txt.gz", features="x.npy", labels="y.npy")
@@ -101,6 +107,8 @@ class GraphFiles(EdgeOptions):
             raise InputError("relabel: renumbers the nodes; leave it out, or num_nodes, features and labels")
         if self.first_id not in (None, 0, 1):
             raise InputError(f"first_id is {self.first_id}, expected 0 or 1")
+        if self.names is not None and self.first_id is not None:
+            raise InputError("first_id: is for ids that are numbers, but names are given; leave one of these out")
         if self.names is not None and self.string_ids is False:
             raise InputError("names: are given, but string_ids is false; leave one of these out")
         wanted_columns(self.columns)
@@ -121,13 +129,17 @@ class GraphFiles(EdgeOptions):
         return paths
 
     def fingerprint(self) -> str:
-        """Hash the names, sizes and modification times of the files, without reading them; 32 hexadecimal digits."""
+        """Hash the files' names, sizes, modification times and some of their blocks, and all options.
+
+        Returns:
+            32 hexadecimal digits.
+        """
         paths, files = self.paths, {}
         edges = edge_paths(paths.pop("edge_index"))
         named = {f"edge_index {number}" if number else "edge_index": path for number, path in enumerate(edges)}
         for name, path in (named | paths).items():
             stat = path.stat()
-            files[name] = [path.name, stat.st_size, stat.st_mtime_ns]
+            files[name] = [path.name, stat.st_size, stat.st_mtime_ns, _some_of(path, stat.st_size)]
         left_out = ("edges", "features", "labels", "names")
         options = {name: value for name, value in vars(self).items() if name not in left_out}
         return hashlib.blake2b(json.dumps([files, options], default=str).encode(), digest_size=16).hexdigest()
@@ -136,7 +148,7 @@ class GraphFiles(EdgeOptions):
         """Check the files, draw a split, and return the graph with a stream of its edges.
 
         Args:
-            scratch: A folder for temporary files, which must exist as long as the graph is used.
+            scratch: A folder for temporary files. It must exist as long as the graph is used.
             progress: Shows the passes over the files.
 
         Raises:
@@ -151,7 +163,7 @@ class GraphFiles(EdgeOptions):
                 f"{self.edges}: relabel renumbers the nodes, so the folder must hold edge_index alone; leave relabel "
                 f"out, or remove {', '.join(sorted(paths.keys() - {'edge_index'}))}"
             )
-        num_nodes, fields = self._arrays(paths)
+        num_nodes, fields = self._arrays(paths, notes)
         values = {name: fields[name] for name in EDGE_FIELDS if name in fields}
         edges = read_edges(
             edge_paths(paths["edge_index"]), self, num_nodes=num_nodes, values=values, scratch=scratch, notes=notes,
@@ -203,7 +215,7 @@ class GraphFiles(EdgeOptions):
         inside = [path.name for path in folder.iterdir()]
         return "graph.json" in inside or any(name.endswith(".npy") for name in inside) or not inside
 
-    def _arrays(self, paths: Mapping[str, Path]) -> tuple[int | None, dict[str, NDArray[Any]]]:
+    def _arrays(self, paths: Mapping[str, Path], notes: list[str]) -> tuple[int | None, dict[str, NDArray[Any]]]:
         """Map all arrays but the edges; also return the number of nodes if they determine it."""
         fields = {name: read_array(path, writable=False) for name, path in paths.items() if name in ("x", *EDGE_FIELDS)}
         for name, value in fields.items():
@@ -231,9 +243,9 @@ class GraphFiles(EdgeOptions):
         for name in sorted(masks, key=lambda name: not paths[name].stem.endswith("_mask")):  # ids do not give a length
             if num_nodes is None and not paths[name].stem.endswith("_mask"):
                 raise InputError(f"{paths[name]}: holds ids, which do not tell the number of nodes; set num_nodes")
-            mask = read_mask(paths[name], num_nodes or 0)
+            mask = read_mask(paths[name], num_nodes or 0, first_id=self.first_id or 0)
             num_nodes = len(mask) if num_nodes is None else num_nodes
-            fields[name] = pick_split(name, mask, self.split_index).numpy()
+            fields[name] = pick_split(name, mask, self.split_index, notes).numpy()
         for name in ("x", "y", *MASKS):
             if name in fields and len(fields[name]) != num_nodes:
                 raise InputError(f"{paths[name]}: {len(fields[name])} rows, expected one for each of {num_nodes} nodes")
@@ -250,7 +262,7 @@ class GraphFiles(EdgeOptions):
         file, num_nodes, least = edges.file, edges.num_nodes, edges.least
         if edges.names is not None and self.relabel is not None:
             raise InputError(f"{self.edges}: ids are names, which are numbered in any case; leave relabel out")
-        if num_nodes is None:
+        if num_nodes is None or self.relabel:
             enter_stage(progress, "finding ids")
             stream = self._stream(file, None, progress)
             smallest, largest = id_range(stream)
@@ -259,8 +271,12 @@ class GraphFiles(EdgeOptions):
             if self.relabel is not False:
                 ids = distinct_ids(stream, largest)
                 if self.relabel or 2 * len(ids) <= largest:
-                    return self._renumbered(file, ids, largest, scratch, progress, notes), len(ids), ids
-            num_nodes = largest + 1
+                    notes.append(
+                        f"renumbered {len(ids)} nodes from 0, in the order of their ids, which go up to "
+                        f"{largest + edges.first}"
+                    )
+                    return self._renumbered(file, ids, scratch, progress), len(ids), ids + edges.first
+            num_nodes = max(largest, edges.largest) + 1
             if file.path.parent != scratch:  # else the ids were looked at before, and least says what they tell
                 least = smallest
         if least == 1 and self.first_id is None:
@@ -271,13 +287,10 @@ class GraphFiles(EdgeOptions):
         self,
         file: EdgeFile,
         ids: NDArray[np.int64],
-        largest: int,
         scratch: Path,
         progress: Progress | None,
-        notes: list[str],
     ) -> EdgeFile:
         """Write the edges in new numbers, positions in ``ids``."""
-        notes.append(f"renumbered {len(ids)} nodes from 0, in the order of their ids, which go up to {largest}")
         enter_stage(progress, "renumbering nodes")
         place = scratch / "numbered.npy"
         with EdgeWriter(place, np.int32 if len(ids) <= np.iinfo(np.int32).max else np.int64) as out:
@@ -301,6 +314,16 @@ class GraphFiles(EdgeOptions):
         except InputError as error:
             name, _, problem = str(error).partition(":")
             raise InputError(f"{paths.get(name, name)}:{problem}") from error
+
+
+def _some_of(path: Path, size: int) -> int:
+    """Return the checksum of blocks at equal distances in a file, the last one among them."""
+    value, starts = 0, {max(size - _SAMPLE_BYTES, 0) * part // _SAMPLES for part in range(_SAMPLES + 1)}
+    with path.open("rb") as file:
+        for start in sorted(starts):
+            file.seek(start)
+            value = zlib.crc32(file.read(_SAMPLE_BYTES), value)
+    return value
 
 
 def _check_exact(weight: NDArray[Any], dtype: np.dtype[Any], path: Path) -> None:

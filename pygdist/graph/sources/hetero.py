@@ -29,20 +29,21 @@ def load_hetero(
     """Load a whole heterogeneous graph.
 
     Args:
-        source: ``mag-like``, a double (a random graph with published figures), or a folder that ``pygdist generate``
-            wrote.
-        scale: Factor on the published numbers of nodes and edges; only for a double.
-        seed: Seed; only for a double.
-        features: Generate features; only for a double.
-        wrong_labels: Share of the nodes whose label is that of another class; only for a double.
+        source: ``mag-like``, a random graph with the figures of a published graph; or a folder that
+            ``pygdist generate`` wrote. The other arguments are for ``mag-like`` alone.
+        scale: Factor on the published numbers of nodes and edges.
+        seed: Seed.
+        features: Generate features.
+        wrong_labels: Share of the nodes whose label is wrong, that is, of another class.
 
     Returns:
-        For each type of nodes ``num_nodes``, and ``x`` (float32), ``y`` (int64, -1 = unlabelled), ``train_mask``,
-        ``val_mask`` and ``test_mask`` if the type has them; ``edge_index`` (int64) for each type of edges. The tensors
-        of a folder are backed by its files (copy on write: changing one never changes a file).
+        For each type of nodes: ``num_nodes``, and ``x`` (float32), ``y`` (int64, -1 = unlabelled), ``train_mask``,
+        ``val_mask`` and ``test_mask`` if the type has them. For each type of edges: ``edge_index`` (int64). Tensors
+        that come from a folder are memory-mapped copy-on-write: changing a tensor never changes a file.
 
     Raises:
-        InputError: If there is no such double or folder, or a file is missing or does not fit the others.
+        InputError: If the name is unknown and there is no such folder, the folder is given with other arguments, or a
+            file is missing or does not fit the others.
 
     Example:
         >>> load_hetero("mag-like", scale=0.01)["paper"].num_nodes

@@ -27,8 +27,8 @@ def as_homogeneous(graph: HeteroData, *, reverse: bool = False, name: str = "dat
     Args:
         graph: ``edge_index`` for each type of edges, ``x`` for any types of nodes, ``y`` and a split for one of them.
             The forms of fields are those of :func:`pygdist.graph.load_graph`; the graph itself is not changed.
-        reverse: Add the reverse of each relation as another relation. Relations between nodes of one type that have
-            every edge in both directions are left alone.
+        reverse: Add the reverse of each relation as another relation. A relation between nodes of one type that already
+            has every edge in both directions gets no reverse.
         name: Name of the graph in error messages.
 
     Returns:
@@ -41,8 +41,9 @@ def as_homogeneous(graph: HeteroData, *, reverse: bool = False, name: str = "dat
         - ``y`` and masks: -1 and false for nodes of types without labels.
 
     Raises:
-        InputError: If there are no edges, an edge ends at no node of its type, edges have attributes or weights,
-            several types of nodes have labels, or a field does not fit its type. The message names type and field.
+        InputError: If there are no edges, an end of an edge is not a node of the relation's type, edges have attributes
+            or weights, several types of nodes have labels, or a field does not fit its type of nodes or edges. The
+            message names the type and the field.
     """
     graph, where, notes = copy.copy(graph), f"dataset '{name}'", list[str]()
     kinds, relations = list(graph.node_types), list(graph.edge_types)
@@ -199,11 +200,17 @@ def _common_type(features: Mapping[str, Tensor], where: str, notes: list[str]) -
     return dtype
 
 
+def _float_for(value: Tensor) -> torch.dtype:
+    """Return float32, or float64 for integers that float32 may round."""
+    largest = max(-int(value.min()), int(value.max())) if value.numel() else 0
+    return torch.float64 if largest > 1 << 24 else torch.float32
+
+
 def _label(out: Data, fields: Mapping[str, Any], start: int) -> None:
     """Set labels and masks of all nodes from those of one type, which begins at node ``start``."""
     for name, value in ((name, fields[name]) for name in ("y", *MASKS) if name in fields):
         if name == "y" and not value.is_floating_point():  # -1 or NaN: unlabelled
-            value = value.to(torch.float32 if is_multi_label(value) else torch.int64)
+            value = value.to(_float_for(value) if is_multi_label(value) else torch.int64)
         unlabelled = 0 if name != "y" else float("nan") if value.is_floating_point() else -1
         out[name] = torch.full((int(out.num_nodes or 0), *value.shape[1:]), unlabelled, dtype=value.dtype)
         out[name][start : start + len(value)] = value

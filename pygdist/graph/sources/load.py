@@ -53,10 +53,13 @@ def register_generator(name: str, generator: Callable[..., Any]) -> None:
         generator: Returns a PyG ``Data``.
 
     Raises:
-        ValueError: If the name is taken.
+        ValueError: If the name has a dot or a slash, or already names a generator, an OGB dataset or a class of
+            ``torch_geometric.datasets``.
     """
-    if name in GENERATORS:
-        raise ValueError(f"the generator name '{name}' is taken by {GENERATORS[name]!r}")
+    if {".", "/", os.sep} & set(name):
+        raise ValueError(f"the generator name '{name}' has a dot or a slash, as class paths and folders do")
+    if name in GENERATORS or name in HETEROGENEOUS or name in torch_geometric.datasets.__all__ or name[:5] == "ogbn-":
+        raise ValueError(f"the generator name '{name}' is taken by {GENERATORS.get(name) or 'a data set'}")
     GENERATORS[name] = generator
 
 
@@ -71,9 +74,9 @@ def load_graph(
     Args:
         dataset: One of
 
-            - the name of a generator: ``sbm``, ``power-law``, ``reference``, a double of a published graph
-              (``reddit-like``, ``products-like``, ``papers-like``, ``mag-like``:
-              :mod:`pygdist.graph.generated.published`), or a registered one;
+            - the name of a generator: ``sbm``, ``power-law``, ``reference``, a name from :func:`register_generator`, or
+              a random graph with the figures of a published graph (``reddit-like``, ``products-like``, ``papers-like``,
+              ``mag-like``: :mod:`pygdist.graph.generated.published`);
             - a name that an installed package offers as an entry point of the group ``pygdist.data``, for a function or
               a class as below;
             - a folder of ``.npy`` arrays (:mod:`pygdist.graph.sources.npy`);
@@ -82,20 +85,22 @@ def load_graph(
               function that returns a ``Data`` or a dataset of one graph;
             - a PyG ``Data``, a dataset of one graph, or any such callable.
 
-            Fields may be NumPy arrays, and a split may be given by ids: ``train_idx``, ``val_idx`` or ``valid_idx`` and
-            ``test_idx``, or ``split_idx``, a dictionary of these; ``valid_mask`` is ``val_mask``.
+            Fields may be NumPy arrays. A split may be given by ids: as ``train_idx``, ``val_idx`` (or ``valid_idx``)
+            and ``test_idx``, or as a dictionary ``split_idx`` with the keys ``train``, ``valid`` (or ``val``) and
+            ``test``. ``valid_mask`` is another name of ``val_mask``.
 
-            A heterogeneous graph (``mag-like``, its folder, a ``HeteroData``) becomes one with ``edge_type``; see
-            :func:`~pygdist.graph.as_homogeneous`. Objects that are passed are not changed.
-        split_index: Column to use of masks that hold several splits.
-        **args: Arguments of the generator, dataset class or callable, such as ``root`` and ``name``. For a transform,
-            or a parameter annotated with a class, ``{"class_path": ..., "init_args": {...}}`` will do, as in YAML.
+            A heterogeneous graph (``mag-like``, its folder, a ``HeteroData``) becomes one graph with ``edge_type``; see
+            :func:`~pygdist.graph.as_homogeneous`. The function does not change objects that are passed.
+        split_index: If masks have a column for each of several splits, the column to use.
+        **args: Arguments of the generator, dataset class or callable, such as ``root`` and ``name``. A transform, and a
+            parameter annotated with a class, may be given as in YAML: ``{"class_path": ..., "init_args": {...}}``.
 
     Returns:
-        A graph with ``edge_index``, the other fields of the source, and a list ``pygdist_notes`` if it was changed.
+        A graph with ``edge_index`` and the other fields of the source. If this function changed a field, the list
+        ``pygdist_notes`` says so.
 
     Raises:
-        InputError: If the source is unknown or missing, an argument does not fit, or it is not a single graph.
+        InputError: If the source is unknown, missing or not a single graph, or an argument does not fit.
 
     Example:
         >>> load_graph("sbm", num_nodes=1000)
@@ -251,6 +256,4 @@ def _one_graph(graph: Any, name: str) -> Data:
 def _pick_splits(data: Data, split_index: int, notes: list[str]) -> None:
     for name in MASKS:
         if isinstance(mask := data.get(name), Tensor):
-            data[name] = pick_split(name, mask, split_index)
-            if mask.dim() == 2 and mask.size(1) > 1:
-                notes.append(f"took split {split_index} of the {mask.size(1)} in {name} (split_index)")
+            data[name] = pick_split(name, mask, split_index, notes)

@@ -6,7 +6,7 @@ Files, all but the first optional; shapes as in PyG:
 ``edge_index.npy``            ``(2, E)`` or ``(E, 2)`` integers, sources and targets
 ``x.npy``                     ``(N, F)`` features
 ``y.npy``                     ``(N,)`` classes, -1 = unlabelled; ``(N, C)`` for several labels; or numbers to predict
-``train_mask.npy``            ``(N,)`` bool, or ``(N, S)`` for S splits; ``val_mask``, ``test_mask``
+``train_mask.npy``            ``(N,)`` bool, or ``(N, S)`` for S splits; ``val_mask`` (or ``valid_mask``), ``test_mask``
 ``train_idx.npy``             ids instead of a mask; ``val_idx`` (or ``valid_idx``), ``test_idx``
 ``edge_weight.npy``           ``(E,)``
 ``edge_attr.npy``             ``(E, D)``
@@ -32,14 +32,18 @@ from pygdist.errors import InputError
 from pygdist.graph.check import FIELDS, MASKS
 from pygdist.memory.limits import refusal_of
 
-_INDEX_FILES = {"train_mask": ("train_idx",), "val_mask": ("val_idx", "valid_idx"), "test_mask": ("test_idx",)}
+_OTHER_FILES = {
+    "train_mask": ("train_idx",),
+    "val_mask": ("valid_mask", "val_idx", "valid_idx"),
+    "test_mask": ("test_idx",),
+}
 
 
 def load_npy(folder: str | Path) -> Data:
     """Read a folder of arrays: ``edge_index.npy``, ``x.npy``, ``y.npy`` and others (page *File formats*).
 
     Returns:
-        The graph. Its tensors are backed by the files (copy on write: changing one never changes a file).
+        The graph. Its tensors are memory-mapped copy-on-write: changing a tensor never changes a file.
 
     Raises:
         InputError: If ``edge_index.npy`` is missing, or a file is not a readable array of numbers.
@@ -68,10 +72,14 @@ def array_paths(folder: str | Path) -> dict[str, Path]:
         raise InputError(f"{folder}: has no edge_index.npy, which every graph folder needs")
     paths = {}
     for field in FIELDS:
-        names = (field, *_INDEX_FILES.get(field, ()))
-        path = next((path for name in names if (path := folder / f"{name}.npy").is_file()), None)
-        if path is not None:
-            paths[field] = path
+        names = (field, *_OTHER_FILES.get(field, ()))
+        files = [path for name in names if (path := folder / f"{name}.npy").is_file()]
+        if len(files) > 1:
+            raise InputError(
+                f"{folder}: {' and '.join(path.name for path in files)} are of one stage; keep one of them"
+            )
+        if files:
+            paths[field] = files[0]
     return paths
 
 
@@ -91,30 +99,34 @@ def read_tensor(path: Path) -> Tensor:
     return torch.from_numpy(array)
 
 
-def read_mask(path: Path, num_nodes: int) -> Tensor:
-    """Read a mask from its file, or from a file of ids; refuse an id that is not a node."""
+def read_mask(path: Path, num_nodes: int, *, first_id: int = 0) -> Tensor:
+    """Read a mask from its file, or from a file of ids, which start at ``first_id``; refuse an id that is no node."""
     if path.stem.endswith("_mask"):
         return read_tensor(path)
     index = read_array(path)
     if index.ndim != 1 or index.dtype.kind not in "iu":
         raise InputError(f"{path}: shape {index.shape} of {index.dtype}, expected a list of integer node ids")
-    wrong = np.flatnonzero((index < 0) | (index >= num_nodes))
+    last = first_id + num_nodes - 1
+    wrong = np.flatnonzero((index < first_id) | (index > last))
     if len(wrong):
         raise InputError(
-            f"{path}: entry {wrong[0]} is node {index[wrong[0]]}, but the graph has nodes 0 to {num_nodes - 1}"
+            f"{path}: entry {wrong[0]} is node {index[wrong[0]]}, but the graph has nodes {first_id} to {last}"
         )
-    mask: Tensor = index_to_mask(torch.from_numpy(index.astype(np.int64)), num_nodes)
+    mask: Tensor = index_to_mask(torch.from_numpy(index.astype(np.int64) - first_id), num_nodes)
     return mask
 
 
 def save_npy(data: Data, folder: str | Path) -> None:
     """Write the arrays of a graph that :func:`load_npy` reads; other attributes are left out.
 
-    The folder is made if missing; files of the same names are overwritten.
+    The folder is made if missing. Files of the same names are overwritten, and those of fields that the graph lacks are
+    removed.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name in FIELDS:
+        for other in (name, *_OTHER_FILES.get(name, ())):
+            (folder / f"{other}.npy").unlink(missing_ok=True)
         if isinstance(value := data.get(name), Tensor):
             np.save(folder / f"{name}.npy", value.detach().cpu().numpy(), allow_pickle=False)
 

@@ -66,25 +66,32 @@ def prepare(
         remove_duplicates: Keep one edge of each (source, target, type): weights are summed, attributes averaged.
         remove_self_loops: Remove the edges from a node to itself.
         float_features: Convert integer features of nodes and edges to float32; by default they stay integers.
-        float_labels: Labels are numbers to predict, even if all of them are whole; by default these become classes.
+        float_labels: Labels are numbers to predict, even if all labels are whole. By default whole labels are classes.
         split: Shares of the labelled nodes for training, validation and test. By default the masks of the dataset are
-            kept; if it has none, 50/25/25 are drawn.
+            kept; for a dataset without masks, a random split of 50/25/25 is drawn.
         split_seed: Seed of the drawn split.
         num_classes: Number of classes; the largest label plus one by default.
-        node_inputs: Names of further tensors of nodes to keep, such as ``pos``, if the graph has them; ``None`` keeps
-            all.
+        node_inputs: Names of further tensors of nodes to keep, such as ``pos``. Names that the graph lacks are ignored;
+            ``None`` keeps all.
 
     Returns:
-        A pair: the graph, with ``edge_index`` (int64), ``x`` (float32 or float64, or integers or bool as they are),
-        ``y`` (classes: int64 of shape ``(N,)``, -1 = unlabelled; several labels per node: a float32 matrix of 0 and 1,
-        NaN row = unlabelled; numbers to predict: float32, float64 or int64 of shape ``(N, 1)``, ``(N, k)`` or with more
-        dimensions, NaN row = unlabelled; absent if the dataset has no labels), three bool masks of labelled nodes,
-        ``edge_weight`` (float), ``edge_attr`` (as ``x``) and ``edge_type`` (int64) if the dataset has them, and
-        ``num_classes`` (0 for numbers to predict), the ``node_inputs`` and their names, and the names of the other
-        tensors of nodes (``left_out``); and a note on each change, one sentence each.
+        The prepared graph, and a list of notes, one sentence for each change. Fields of the graph:
+
+        - ``edge_index``: int64;
+        - ``x``: float32 or float64; without ``float_features`` also integers or bool, as in the dataset;
+        - ``y``: absent if the dataset has no labels. Classes are int64 of shape ``(N,)``, -1 = unlabelled; a matrix
+          with a single 1 in each row (one-hot) becomes classes. Several labels per node are a float32 matrix of 0 and
+          1. Numbers to predict are float32, float64 or int64, of shape ``(N, 1)``, ``(N, k)`` or with more dimensions.
+          In a matrix of floats a row of NaN is unlabelled;
+        - ``train_mask``, ``val_mask``, ``test_mask``: bool, true on labelled nodes only;
+        - ``edge_weight`` (float), ``edge_attr`` (types as of ``x``) and ``edge_type`` (int64), if the dataset has them;
+        - ``num_classes``: 0 for numbers to predict;
+        - the tensors of ``node_inputs``, their names, and the names of the tensors of nodes that were left out.
 
     Raises:
-        InputError: If :func:`check` raises it, ``split`` is not three shares, or ``split_seed`` is out of range.
+        InputError: If :func:`check` refuses the graph; ``split`` is not three shares with a sum above 0, up to 1;
+            ``split`` is given for a graph without labels; ``split_seed`` is out of range; a tensor of ``node_inputs``
+            is not a dense row per node; float64 rounds an edge weight; or duplicates have different integer attributes.
     """
     data = with_tensors(data)
     check(data, num_classes=num_classes, float_labels=float_labels)

@@ -30,17 +30,18 @@ class WholeGraph:
     Attributes:
         edges: Its edges.
         fields: ``x``, ``y``, masks, ``edge_weight``, ``edge_attr`` and ``edge_type``, in memory or memory-mapped, in
-            the forms that :func:`pygdist.graph.prepare` describes; only ``x`` may have any numeric type. Each may be
-            absent. Further tensors of nodes have names that begin with ``node_``.
+            the forms that :func:`pygdist.graph.prepare` describes. Arrays of a file may have another numeric type; the
+            types are converted when parts are written. Each field may be absent. Names of further tensors of nodes
+            begin with ``node_``.
         num_classes: Number of classes.
         notes: Notes on preprocessing, one sentence each.
-        left_out: Names of further tensors of nodes that the graph had, and that are not among ``fields``.
-        ids: Original id of each node, ascending, int64 of shape ``(N,)``; ``None`` if ids are the numbers of nodes.
-        names: Text file with the id of each node, a line each, if ids are names.
-        merge: Keep one edge of each source and target, with the sum of the weights and the mean of the attributes.
-            These are written to the arrays if the arrays are files open for writing (mode ``r+``).
-        mirrored: Edges at odd places are the reverses of those before them. A reverse counts only if no other edge has
-            the same source and target.
+        left_out: Names of further tensors of nodes that the source has and ``fields`` lacks.
+        ids: Original id of each node, ascending, int64 of shape ``(N,)``; ``None`` if nodes were not renumbered.
+        names: Text file with one line per node, the name of the node; only if ids are names.
+        merge: Keep one edge of each source and target, with the sum of the weights and the mean of the attributes. If
+            the arrays are files open for writing (mode ``r+``), sums and means are written to the files.
+        mirrored: Each edge at an odd position is the reverse of the edge before it. A reverse is kept only if no other
+            edge has the same source and target.
         float_features: Convert integer features of nodes and edges to float32.
     """
 
@@ -82,6 +83,10 @@ class WholeGraph:
             for start in range(0, len(value), _BLOCK_ROWS):
                 digest.update(np.ascontiguousarray(value[start : start + _BLOCK_ROWS]).data)
                 forget_pages(value)
+        if self.ids is not None:
+            digest.update(b"ids" + np.ascontiguousarray(self.ids).tobytes())
+        if self.names is not None:
+            digest.update(b"names" + self.names.read_bytes())
         return digest.hexdigest()
 
     @property
@@ -97,13 +102,13 @@ class WholeGraph:
 
     @property
     def targets(self) -> tuple[int, ...] | None:
-        """The shape of the numbers that are to be predicted for a node; ``None`` if labels are classes, or absent."""
+        """The shape of the numbers to predict for one node; ``None`` if labels are classes, or absent."""
         y = self.fields.get("y")
         return None if y is None or y.ndim == 1 or self.multi_label else y.shape[1:]
 
     @property
     def num_features(self) -> int:
-        """Width of the features; 0 without."""
+        """Width of the features; 0 without features."""
         return int(self.fields["x"].shape[1]) if "x" in self.fields else 0
 
 

@@ -110,10 +110,10 @@ def write_store(
     Args:
         data: The graph as :func:`pygdist.graph.prepare` returns it; labels and masks may be absent.
         part: Owner of each node; integers of shape ``(N,)`` from 0 to ``num_parts - 1``. Parts may be empty.
-        folder: The store's place.
+        folder: The folder to write.
         num_parts: Number of parts.
         method: Name of the partitioner.
-        arguments: Its arguments.
+        arguments: Arguments of the partitioner.
         notes: Notes on preprocessing, one sentence each.
         num_classes: Number of classes; by default ``data.num_classes``, or the largest label plus one.
         fingerprint: :func:`pygdist.graph.fingerprint` of ``data`` if it was computed before.
@@ -121,11 +121,15 @@ def write_store(
         num_hops: Number of hops that halos reach.
         placement: The content of a part; by default *nodes* for one hop and *replicas* for more.
         edge_part: The part of each edge, integers of shape ``(E,)``; for placement *edges*.
-        overwrite: Replace a finished store that differs. Nothing else in that place is ever removed.
+        overwrite: Replace any finished store in the folder. By default a finished store that was made from the same
+            graph with the same arguments is left as it is, and any other store is refused.
+
+    Returns:
+        The content of ``meta.json``.
 
     Raises:
-        InputError: If ``part`` does not fit the graph, ``num_hops`` does not fit ``placement``, the place holds
-            something else, or the disk refuses.
+        InputError: If ``part`` does not fit the graph, ``num_hops`` does not fit ``placement``, the folder holds
+            another store and ``overwrite`` is false, or anything that is not a finished store, or it cannot be written.
     """
     placement = placement_of(num_hops, placement).name
     graph = WholeGraph.from_data(data, num_classes=num_classes, notes=notes)
@@ -164,13 +168,13 @@ def build_store(
     """Write a store, unless it exists already, and return the content of its ``meta.json``.
 
     Args:
-        folder: The store's place.
-        wanted: Entries of ``meta.json`` that tell this store from others.
-        build: Writes everything but ``meta.json`` into the folder it is called with, and returns the other entries.
-        overwrite: Replace a finished store that differs. Nothing else in that place is ever removed.
+        folder: The folder to write.
+        wanted: Entries of ``meta.json`` that identify this store: a finished store with other entries is another store.
+        build: Called with an empty folder; writes all files but ``meta.json``, and returns the other entries.
+        overwrite: Replace any finished store in the folder. By default another store is refused.
 
     Raises:
-        InputError: If the place holds something else, or the disk refuses.
+        InputError: If the folder holds another store, or anything that is not a finished store, or cannot be written.
     """
     folder = Path(folder)
     wanted = json.loads(_canonical(wanted))
@@ -196,11 +200,17 @@ def write_graph(
 ) -> dict[str, Any]:
     """Write all parts of a graph into an empty folder; return the entries of ``meta.json`` that follow from them.
 
-    ``part`` is the owner of each node, int32 of shape ``(N,)``. Halos reach ``num_hops``; by default the placement is
-    *nodes* for one hop and *replicas* for more. ``edge_part``, ``(E,)``, is the part of each edge, for *edges*.
+    Args:
+        graph: The graph.
+        part: Owner of each node, int32 of shape ``(N,)``.
+        place: The empty folder.
+        num_parts: Number of parts.
+        num_hops: Number of hops that halos reach.
+        placement: The content of a part; by default *nodes* for one hop and *replicas* for more.
+        edge_part: The part of each edge, ``(E,)``; for placement *edges*.
 
     Raises:
-        InputError: If ``num_hops`` or ``edge_part`` do not go with ``placement``.
+        InputError: If ``num_hops`` or ``edge_part`` does not fit ``placement``.
     """
     content = placement_of(num_hops, placement)
     if content.splits_nodes != (edge_part is not None):
@@ -228,10 +238,10 @@ def write_graph(
 
 
 def check_part(part: NDArray[Any], num_nodes: int, num_parts: int, *, of: str = "part") -> NDArray[np.int32]:
-    """Check the nodes' owners; return them as int32 of shape ``(N,)``; ``of`` is their name in errors.
+    """Check the owners of nodes, and return the owners as int32 of shape ``(N,)``; ``of`` is their name in errors.
 
     Raises:
-        InputError: If these are not ``num_nodes`` integers from 0 to ``num_parts - 1``.
+        InputError: If ``part`` is not an array of ``num_nodes`` integers from 0 to ``num_parts - 1``.
     """
     part = np.asarray(part)
     if part.shape != (num_nodes,) or part.dtype.kind not in "iu":
@@ -245,8 +255,8 @@ def read_meta(folder: str | Path) -> StoreMeta:
     """Read ``meta.json`` of a store.
 
     Raises:
-        InputError: If there is no finished store, it has another format version, or an entry cannot be right
-            (:func:`~pygdist.graph.store.structure.check_meta`).
+        InputError: If the folder holds no finished store, or the store has another format version, is corrupted, or has
+            an impossible entry (:func:`~pygdist.graph.store.structure.check_meta`).
     """
     path = Path(folder) / "meta.json"
     if not path.parent.is_dir():
@@ -287,10 +297,10 @@ def open_part(
     Args:
         folder: The store.
         part: Number of the part.
-        num_parts: World size of the run, to check that the store has as many parts.
+        num_parts: Number of processes of the run: the store must have as many parts.
         verify: Read the files once, compare their checksums, and check their structure
-            (:func:`~pygdist.graph.store.structure.check_arrays`); not needed when a part is opened again. Sizes, types
-            and shapes are always compared with ``meta.json``.
+            (:func:`~pygdist.graph.store.structure.check_arrays`). A part that is opened again need not be verified
+            again. Sizes, types and shapes are always compared with ``meta.json``.
         meta: The result of :func:`read_meta`, for callers that open many parts.
 
     Returns:
@@ -298,7 +308,8 @@ def open_part(
         process and no file.
 
     Raises:
-        InputError: If the store is missing or has another number of parts, or a file is missing or damaged.
+        InputError: If the store is missing, has another number of parts or no such part, or a file is missing or
+            damaged.
     """
     folder = Path(folder)
     meta = read_meta(folder) if meta is None else meta

@@ -121,14 +121,7 @@ def open_array(path: Path, expected: Mapping[str, Any], *, verify: bool) -> NDAr
     Raises:
         InputError: If the file is missing or differs.
     """
-    again = "; copy the file again if this is a copy, or partition the graph again"
-    if not path.is_file():
-        raise InputError(f"{path}: is missing{again}")
-    size = path.stat().st_size
-    if size != expected["bytes"]:
-        raise InputError(f"{path}: is damaged, it has {size} bytes instead of {expected['bytes']}{again}")
-    if verify and checksum(path) != expected["crc32"]:
-        raise InputError(f"{path}: is damaged, its checksum differs from the one in meta.json{again}")
+    again = _check_bytes(path, expected, verify=verify)
     try:
         array: NDArray[Any] = np.load(path, mmap_mode="c", allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
@@ -139,6 +132,32 @@ def open_array(path: Path, expected: Mapping[str, Any], *, verify: bool) -> NDAr
             f"{tuple(expected['shape'])}{again}"
         )
     return array
+
+
+def check_ids(folder: Path, meta: Mapping[str, Any]) -> None:
+    """Read the file of the nodes' original ids, if the store has one, and check it against ``meta.json``.
+
+    Raises:
+        InputError: If the file is missing or differs.
+    """
+    for name, expected in meta.get("files", {}).items():
+        if "dtype" in expected:
+            open_array(folder / f"{name}.npy", expected, verify=True)
+        else:
+            _check_bytes(folder / f"{name}.txt", expected, verify=True)
+
+
+def _check_bytes(path: Path, expected: Mapping[str, Any], *, verify: bool) -> str:
+    """Check the size of a file, and with ``verify`` its checksum; return what an error about the file should advise."""
+    again = "; copy the file again if this is a copy, or partition the graph again"
+    if not path.is_file():
+        raise InputError(f"{path}: is missing{again}")
+    size = path.stat().st_size
+    if size != expected["bytes"]:
+        raise InputError(f"{path}: is damaged, it has {size} bytes instead of {expected['bytes']}{again}")
+    if verify and checksum(path) != expected["crc32"]:
+        raise InputError(f"{path}: is damaged, its checksum differs from the one in meta.json{again}")
+    return again
 
 
 def _write_fields(

@@ -10,7 +10,7 @@ from pygdist.display import bars, card, said_bytes, table
 class StoreMeta(dict[str, Any]):
     """The content of ``meta.json`` of a partitioned graph.
 
-    A notebook shows it as a table of figures with the nodes and halo rows of each part.
+    A notebook shows the content as a table, with the nodes and halo rows of each part.
 
     Example:
         >>> partition_graph(data, "parts", num_parts=2)

@@ -91,9 +91,9 @@ _SPLIT: dict[str, tuple[Check, str]] = {
     "num_split": (_is_count, "a number from 0"),
     **dict.fromkeys(("up_counts", "down_counts"), (_is_counts, "a list of numbers")),
 }
+_TEXT: dict[str, tuple[Check, str]] = {"bytes": (_is_count, "a number from 0"), "crc32": (_is_text, "a text")}
 _FILE: dict[str, tuple[Check, str]] = {
-    "bytes": (_is_count, "a number from 0"),
-    "crc32": (_is_text, "a text"),
+    **_TEXT,
     "dtype": (_is_text, "a text"),
     "shape": (_is_counts, "a list of numbers"),
 }
@@ -112,6 +112,14 @@ def check_meta(meta: Mapping[str, Any], path: Path) -> None:
         _refuse(path, "targets", meta["targets"], "a list of sizes")
     if "left_out" in meta and not _list_of(_is_text)(meta["left_out"]):
         _refuse(path, "left_out", meta["left_out"], "a list of names")
+    if "files" in meta:
+        files = meta["files"]
+        if not _mapping_to(lambda one: isinstance(one, dict))(files) or files.keys() != {"ids"}:
+            _refuse(path, "files", files, "the size and checksum of the nodes' ids")
+        are_names = "dtype" not in files["ids"]
+        _check_entries(files["ids"], _TEXT if are_names else _FILE, path, "files.ids.")
+        if not are_names and files["ids"]["shape"] != [meta["num_nodes"]]:
+            _refuse(path, "files.ids.shape", files["ids"]["shape"], "the number of nodes")
     for name in _FIGURES:
         if name in meta and not _is_number(meta[name]):
             _refuse(path, name, meta[name], "a finite number from 0")

@@ -27,7 +27,7 @@ class EdgeFile:
         num_edges: Number of edges.
 
     Raises:
-        InputError: If the file is not such an array, or is shorter than its header says.
+        InputError: If the file is not an integer array of these shapes, or is shorter than its header says.
     """
 
     def __init__(self, path: str | Path) -> None:

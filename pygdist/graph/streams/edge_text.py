@@ -8,13 +8,14 @@ numbers, pyarrow (extra ``parquet``) all else. Files may be compressed.
 
 from __future__ import annotations
 
+import bz2
 import contextlib
 import ctypes
 import gzip
+import io
 import lzma
 import re
 import zlib
-from bz2 import BZ2File
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import IO, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from pygdist.errors import InputError
 from pygdist.graph.streams.columns import Wanted
@@ -58,7 +60,11 @@ _LATE_COMMENT = re.compile(rb" #.*$", re.MULTILINE)
 _BLANKS = re.compile(rb"[ \t]+")
 _OUTER_BLANKS = re.compile(rb"^[ \t]+|[ \t]+$", re.MULTILINE)
 _ONLY_BLANKS = re.compile(rb"^[ \t]+$", re.MULTILINE)
-_PYTHONS: dict[str, Callable[[IO[bytes]], object]] = {".gz": gzip.open, ".bz2": BZ2File, ".xz": lzma.open}
+_PYTHONS: dict[str, Callable[[IO[bytes]], object]] = {
+    ".gz": gzip.open,
+    ".bz2": lambda file: io.BufferedReader(_Streams(file, bz2.BZ2Decompressor)),
+    ".xz": lambda file: io.BufferedReader(_Streams(file, lzma.LZMADecompressor)),
+}
 _PYARROWS = {".zst": "zstd", ".lz4": "lz4"}
 PACKED = (*_PYTHONS, *_PYARROWS)
 """Suffixes of compressed text."""
@@ -342,6 +348,35 @@ def _blocks(path: Path, block_bytes: int, progress: Progress | None) -> Generato
                 yield rest
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise InputError(f"{path}: could not be read ({error})") from error
+
+
+class _Streams(io.RawIOBase):
+    """All compressed streams of a file. Python's own readers leave out a damaged one and all after it in silence."""
+
+    def __init__(self, file: IO[bytes], new: Callable[[], bz2.BZ2Decompressor | lzma.LZMADecompressor]) -> None:
+        self._file, self._new, self._now = file, new, new()
+
+    @override
+    def readable(self) -> bool:
+        return True
+
+    @override
+    def readinto(self, into: Any) -> int:
+        data = b""
+        while not data:
+            block = b""
+            if self._now.eof:
+                block = self._now.unused_data.lstrip(b"\0")  # zeros fill up .xz
+                while not block:
+                    if not (more := self._file.read(_HEAD_BYTES)):
+                        return 0
+                    block = more.lstrip(b"\0")
+                self._now = self._new()
+            elif self._now.needs_input and not (block := self._file.read(_HEAD_BYTES)):
+                raise EOFError("it ends within a compressed stream")
+            data = self._now.decompress(block, len(into))
+        into[: len(data)] = data
+        return len(data)
 
 
 def _unpacked(path: Path, raw: IO[bytes]) -> IO[bytes]:

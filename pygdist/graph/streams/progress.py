@@ -22,13 +22,13 @@ Advance = Callable[[int], None]
 
 
 class Progress:
-    """Shows each pass as a bar on a terminal, or elsewhere in log lines if it takes seconds.
+    """Shows each pass as a bar on a terminal; elsewhere, a pass that takes seconds is shown in log lines.
 
     Args:
         console: Output for bars; standard error by default.
 
     Attributes:
-        stage: Name of the following passes, shown in front of them.
+        stage: Name shown in front of the passes that follow.
     """
 
     def __init__(self, console: rich.console.Console | None = None) -> None:

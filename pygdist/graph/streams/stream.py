@@ -21,7 +21,7 @@ _CHUNK_EDGES = 1 << 20  # 16 MiB of int64: small beside any graph, large beside 
 
 @runtime_checkable
 class EdgeSource(Protocol):
-    """The origin of a stream's edges, such as an :class:`~pygdist.graph.EdgeFile` or an ``EdgeGenerator``."""
+    """An object that reads edges for a stream, such as :class:`~pygdist.graph.EdgeFile` or ``EdgeGenerator``."""
 
     num_edges: int
 
@@ -34,16 +34,19 @@ class EdgeStream:
     """The edges of a graph whose nodes are numbered ``0 .. num_nodes - 1``.
 
     Args:
-        edge_index: Integer array of shape ``(2, E)``, in memory or memory-mapped, of any layout and integer type; or a
-            source that reads some edges at a time.
+        edge_index: Integer array of shape ``(2, E)``, in memory or memory-mapped, of any layout and integer type; or
+            an :class:`~pygdist.graph.EdgeSource`.
         num_nodes: Number of nodes, isolated ones included.
         chunk_edges: Largest number of edges in a chunk.
         name: Name of the edges in error messages.
-        progress: Shows every pass.
+        progress: Shows every pass over the edges.
 
     Attributes:
         num_edges: Number of directed edges, duplicates and self-loops included.
         name: Name of the edges in error messages.
+
+    Raises:
+        ValueError: If an array has another shape or no integers, or ``chunk_edges`` is below 1.
 
     Example:
         >>> edges = EdgeStream(np.array([[0, 1, 2], [1, 2, 0]]), num_nodes=3, chunk_edges=2)
@@ -62,6 +65,8 @@ class EdgeStream:
     ) -> None:
         if not isinstance(edge_index, EdgeSource) and (edge_index.ndim != 2 or edge_index.shape[0] != 2):
             raise ValueError(f"edge_index: expected shape (2, E), got {edge_index.shape}")
+        if not isinstance(edge_index, EdgeSource) and edge_index.dtype.kind not in "iu":
+            raise ValueError(f"edge_index: expected integers, got {edge_index.dtype}")
         if chunk_edges < 1:
             raise ValueError(f"chunk_edges: expected at least 1, got {chunk_edges}")
         self.num_nodes = num_nodes
@@ -73,14 +78,14 @@ class EdgeStream:
 
     @classmethod
     def from_data(cls, data: Data, *, chunk_edges: int = _CHUNK_EDGES, progress: Progress | None = None) -> EdgeStream:
-        """Stream ``data.edge_index``, on the CPU, without copying it."""
+        """Stream ``data.edge_index``, which must be on the CPU, without copying the edges."""
         assert data.edge_index is not None
         assert data.num_nodes is not None
         edge_index, num_nodes = data.edge_index.numpy(), int(data.num_nodes)
         return cls(edge_index, num_nodes=num_nodes, chunk_edges=chunk_edges, progress=progress)
 
     def chunks(self) -> Iterator[NDArray[np.int64]]:
-        """Read the edges once.
+        """Yield all edges once, chunk by chunk.
 
         Raises:
             InputError: If an id is not a node, or a file cannot be read.

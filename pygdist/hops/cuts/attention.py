@@ -15,7 +15,7 @@ from torch_geometric.nn import GATConv
 from torch_geometric.nn.aggr import SumAggregation
 
 from pygdist.hops.cuts.cut import Cut, InEdges, Parameters, kept_share, plus
-from pygdist.hops.layer import is_linear, own_class
+from pygdist.hops.layer import aggregation_of, is_linear
 from pygdist.kernels import CSR, edge_softmax, gat, spmm
 
 
@@ -25,7 +25,7 @@ def gat_cut(layer: GATConv) -> Cut | str:
         return "has a weight for sources and another one for destinations, or other linear modules than PyG's"
     if layer.edge_dim is not None:
         return "with edge_dim reads attributes of edges, which the ranks that compute it do not have"
-    if own_class(layer.aggr_module) is not SumAggregation or layer.lin.bias is not None:
+    if aggregation_of(layer) is not SumAggregation or layer.lin.bias is not None:
         return "has another aggregation than PyG's, or a bias before its hop"
     weights = ("lin.weight",) if layer.res is None else ("lin.weight", "res.weight")
     return Cut(weights, ("att_src", "att_dst"), _term, _rest, _width, scores=_scores, arranged=_arranged)

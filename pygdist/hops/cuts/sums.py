@@ -14,7 +14,7 @@ from torch_geometric.nn.aggr import MaxAggregation, MeanAggregation, SumAggregat
 from pygdist.hops.cheaper_side import first_linear, sg_of_product, tag_of_products
 from pygdist.hops.cuts.cut import Cut, InEdges, Parameters, Term, plus
 from pygdist.hops.kept import Kept
-from pygdist.hops.layer import is_linear, layer_name, own_class
+from pygdist.hops.layer import aggregation_of, is_linear, layer_name
 from pygdist.kernels import CSR, spmm
 from pygdist.sampler._native import place
 
@@ -24,7 +24,7 @@ Gather = Callable[[Any, Parameters, InEdges, Tensor], list[Tensor]]
 
 def reduce_of(layer: MessagePassing) -> str | None:
     """Return the name of a layer's aggregation, if it is one that :func:`~pygdist.kernels.spmm` makes."""
-    return _REDUCES.get(own_class(layer.aggr_module))
+    return _REDUCES.get(aggregation_of(layer))
 
 
 def _products(weights: tuple[str, ...], gather: Gather) -> Term:

@@ -86,6 +86,11 @@ def test_sbm_refuses(arguments: dict[str, object], message: str) -> None:
         degree_corrected_sbm(100, **arguments)  # type: ignore[arg-type]
 
 
+def test_sbm_of_one_class_has_no_edges_outside_of_it() -> None:
+    degree = torch.bincount(degree_corrected_sbm(200, num_classes=1, homophily=0.5).edge_index[0])
+    assert degree.max() < 10 * degree.float().mean()
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Matrices this small are slower on several threads, and much slower beside another busy process."""

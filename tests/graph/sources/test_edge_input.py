@@ -512,6 +512,9 @@ def test_matrices(
     assert (edges_of(graph), graph.edges.num_nodes) == (edges, 3)
     assert values_of(graph) == ({} if weights is None else {"edge_weight": weights})
     assert any("node 0 is id 1" in note for note in graph.notes)
+    if weights is not None and len(weights) != 2:  # the same as attributes
+        graph = opened(tmp_path / "m.mtx", columns="weight=,attributes=3")
+        assert values_of(graph) == {"edge_attr": [[weight] for weight in weights]}
     (tmp_path / "m.mtx").rename(tmp_path / "m.txt")
     assert edges_of(opened(tmp_path / "m.txt")) == edges
 

@@ -356,6 +356,111 @@ def test_ids_map_back(ids: list[int], ends: list[tuple[int, int]], tmp_path_fact
     np.testing.assert_array_equal(found[:, order], edges)
 
 
+def test_ids_of_a_split_start_where_those_of_edges_do(tmp_path: Path) -> None:
+    np.save(tmp_path / "edge_index.npy", np.array([[1, 2, 3], [2, 3, 4]]))
+    np.save(tmp_path / "y.npy", np.zeros(4, dtype=np.int64))
+    np.save(tmp_path / "train_idx.npy", np.array([1, 2]))
+    np.save(tmp_path / "valid_idx.npy", np.array([4]))
+    graph = whole(GraphFiles(edges=tmp_path, first_id=1), tmp_path / "scratch")
+    assert graph.fields["train_mask"].tolist() == [True, True, False, False]
+    assert graph.fields["val_mask"].tolist() == [False, False, False, True]
+    np.save(tmp_path / "valid_idx.npy", np.array([0]))
+    with pytest.raises(InputError, match="entry 0 is node 0, but the graph has nodes 1 to 4"):
+        whole(GraphFiles(edges=tmp_path, first_id=1), tmp_path / "scratch")
+
+
+def test_splits_of_a_mask_are_told_and_files_of_one_stage_are_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "edge_index.npy", np.array([[0, 1], [1, 2]]))
+    np.save(tmp_path / "y.npy", np.zeros(3, dtype=np.int64))
+    np.save(tmp_path / "valid_mask.npy", np.array([[True, False], [False, True], [False, False]]))
+    graph = whole(GraphFiles(edges=tmp_path), tmp_path / "scratch")
+    assert graph.fields["val_mask"].tolist() == [True, False, False]
+    assert "took split 0 of the 2 in val_mask (split_index)" in graph.notes
+    np.save(tmp_path / "val_idx.npy", np.array([1]))
+    with pytest.raises(InputError, match=r"valid_mask.npy and val_idx.npy are of one stage; keep one of them"):
+        whole(GraphFiles(edges=tmp_path), tmp_path / "scratch")
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"symmetrize": True}, {"remove_self_loops": True}, {"first_id": 1}, {"remove_duplicates": True}]
+)
+@pytest.mark.parametrize("count", [1, 3])
+def test_values_of_other_edges_are_refused(count: int, options: dict[str, Any], tmp_path: Path) -> None:
+    np.save(tmp_path / "edge_index.npy", np.array([[1, 2], [2, 1]]))
+    np.save(tmp_path / "edge_weight.npy", np.ones(count, dtype=np.float32))
+    said = rf"edge_weight.npy: shape \({count},\), expected one entry for each of 2 edges"
+    with pytest.raises(InputError, match=said):
+        whole(GraphFiles(edges=tmp_path, **options), tmp_path / "scratch")
+
+
+def test_nodes_whose_self_loops_are_removed_stay(tmp_path: Path) -> None:
+    np.save(tmp_path / "e.npy", np.array([[0, 5, 1], [1, 5, 2]]))
+    graph = whole(GraphFiles(edges=tmp_path / "e.npy", remove_self_loops=True, relabel=False), tmp_path / "scratch")
+    assert (graph.edges.num_nodes, graph.edges.num_edges) == (6, 2)
+
+
+def test_names_do_not_start_at_a_number(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="first_id: is for ids that are numbers, but names are given"):
+        GraphFiles(edges=tmp_path / "e.csv", names=tmp_path / "names", first_id=1)
+
+
+def test_files_that_differ_in_content_alone_are_other_files(tmp_path: Path) -> None:
+    seen = set()
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        np.save(tmp_path / name / "e.npy", np.full((2, 100_000), ord(name)))
+        os.utime(tmp_path / name / "e.npy", (1, 1))
+        seen.add(GraphFiles(edges=tmp_path / name / "e.npy").fingerprint())
+    assert len(seen) == 2
+
+
+def test_ids_tell_graphs_apart(tmp_path: Path) -> None:
+    def graph(**of_nodes: Any) -> str:
+        edges = EdgeStream(np.array([[0, 1], [1, 0]]), num_nodes=2)
+        return WholeGraph(edges=edges, fields={}, num_classes=0, **of_nodes).fingerprint()
+
+    (tmp_path / "one").write_text("a\nb\n")
+    (tmp_path / "two").write_text("a\nc\n")
+    seen = {graph(), *(graph(ids=np.array(ids)) for ids in ([1, 2], [1, 3]))}
+    assert len(seen | {graph(names=tmp_path / name) for name in ("one", "two")}) == 5
+
+
+@needs_native
+@pytest.mark.parametrize("suffix", ["bz2", "xz"])
+def test_every_compressed_stream_of_a_file_is_read(suffix: str, tmp_path: Path) -> None:
+    pack, path = {"bz2": bz2, "xz": lzma}[suffix].compress, tmp_path / f"e.txt.{suffix}"
+    first, second = pack(b"0 1\n1 2\n"), pack(b"2 3\n3 4\n")
+    path.write_bytes(first + second + b"\0" * 4)
+    assert edges_of(whole(GraphFiles(edges=path), tmp_path / "scratch")).tolist() == [[0, 1, 2, 3], [1, 2, 3, 4]]
+    for damaged in (first + b"\x01" + second[1:], first + second[:-9], first + b"more"):
+        path.write_bytes(damaged)
+        with pytest.raises(InputError, match=f"e.txt.{suffix}: could not be read"):
+            whole(GraphFiles(edges=path), tmp_path / "scratch")
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("name", "content", "options"),
+    [
+        ("e.npy", None, {"first_id": 1, "relabel": True}),
+        ("e.npy", None, {"first_id": 1}),
+        ("out.konect", b"% asym\n3 7\n7 40\n", {}),
+        ("m.mtx", b"%%MatrixMarket matrix coordinate pattern general\n50 50 2\n3 7\n7 40\n", {"relabel": True}),
+    ],
+)
+def test_ids_that_start_at_1_map_back(
+    name: str, content: bytes | None, options: dict[str, Any], tmp_path: Path
+) -> None:
+    if content is None:
+        np.save(tmp_path / name, np.array([[3, 7], [7, 40]]))
+    else:
+        (tmp_path / name).write_bytes(content)
+    graph = whole(GraphFiles(edges=tmp_path / name, **options), tmp_path / "scratch")
+    assert graph.ids is not None
+    assert graph.ids.tolist() == [3, 7, 40]
+    assert any("which go up to 40" in note for note in graph.notes)
+
+
 @pytest.mark.parametrize(
     ("largest", "relabel", "num_nodes"), [(9, None, 10), (10, None, 5), (10, False, 11), (9, True, 5)]
 )

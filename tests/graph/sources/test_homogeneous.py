@@ -217,3 +217,11 @@ def test_labels_of_one_class_beside_a_type_without_labels() -> None:
     data["a"].y = torch.tensor([1, -1])
     with pytest.raises(InputError, match="all labels are 1 or -1"):
         prepare(load_graph(data))
+
+
+def test_large_integers_to_predict_are_not_rounded() -> None:
+    graph = _graph()
+    kind = next(kind for kind in graph.node_types if "y" in graph[kind])
+    graph[kind].y = torch.full((graph[kind].num_nodes, 2), (1 << 24) + 1)
+    data = as_homogeneous(graph)
+    assert data.y.nan_to_num(0).max() == (1 << 24) + 1

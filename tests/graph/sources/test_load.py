@@ -71,8 +71,11 @@ def test_register_generator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pygdist.graph.sources.load.GENERATORS", dict(GENERATORS))
     register_generator("three", triangle)
     assert same(load_graph("three"), triangle())
-    with pytest.raises(ValueError, match="'three' is taken"):
-        register_generator("three", triangle)
+    for taken in ("three", "mag-like", "ogbn-arxiv", "Planetoid"):
+        with pytest.raises(ValueError, match=f"'{taken}' is taken"):
+            register_generator(taken, triangle)
+    with pytest.raises(ValueError, match=r"'my\.three' has a dot or a slash"):
+        register_generator("my.three", triangle)
 
 
 @pytest.mark.parametrize(
@@ -208,6 +211,9 @@ def test_npy_round_trip(tmp_path: Path) -> None:
     save_npy(data, tmp_path / "graph")
     assert same(load_graph(str(tmp_path / "graph")), data)
     assert same(load_graph(tmp_path / "graph"), data)
+    np.save(tmp_path / "graph" / "valid_idx.npy", np.array([1]))
+    save_npy(triangle(), tmp_path / "graph")
+    assert same(load_graph(tmp_path / "graph"), triangle()), "files of the graph before are gone"
 
 
 def test_npy_in_other_forms(tmp_path: Path) -> None:

@@ -125,6 +125,20 @@ def test_entries_of_split_nodes_are_checked(change: Any, said: str, folder: Path
         check_meta(meta, folder / "three-edges" / "meta.json")
 
 
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ([], "files is a list, expected the size and checksum of the nodes' ids"),
+        ({"../ids": {"bytes": 1, "crc32": ""}}, "files is keys and values, expected the size"),
+        ({"ids": {"bytes": 1}}, "'files.ids.crc32' is missing"),
+        ({"ids": {"bytes": 1, "crc32": "", "dtype": "int64", "shape": [7]}}, "files.ids.shape is a list, expected"),
+    ],
+)
+def test_the_entry_of_ids_is_checked(files: Any, said: str, folder: Path) -> None:
+    with pytest.raises(InputError, match=said):
+        check_meta(read_meta(folder / "three") | {"files": files}, folder / "three" / "meta.json")
+
+
 def test_a_part_that_is_opened_again_is_not_read(folder: Path) -> None:
     src = np.load(folder / "store" / "part_0" / "src.npy")
     src[0] = -1
@@ -140,6 +154,26 @@ def test_the_command_reads_every_part(folder: Path, capsys: pytest.CaptureFixtur
     forge(folder / "three", "indptr", indptr, part=2)
     assert main(["check", str(folder / "three")]) == 2
     assert "part_2/indptr.npy: descends at row 4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("names", [False, True])
+def test_the_command_reads_the_ids(names: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edges, parts = tmp_path / "edges.csv", tmp_path / "parts"
+    edges.write_text("source,target\n" + "".join(f"{'n' * names}{5 * i},{'n' * names}{5 * i + 5}\n" for i in range(9)))
+    features = tmp_path / "x.npy"
+    np.save(features, np.zeros((10, 2), dtype=np.float32))
+    (tmp_path / "names").write_text("".join(f"n{5 * i}\n" for i in range(10)))
+    numbered = [f"--features={features}", f"--names={tmp_path / 'names'}"] if names else ["--relabel=true"]
+    assert main(["partition", f"--input={edges}", *numbered, "--parts=1", f"--out={parts}"]) == 0
+    assert main(["check", str(parts)]) == 0
+    ids = parts / ("ids.txt" if names else "ids.npy")
+    content = ids.read_bytes()
+    ids.write_bytes(content[:-2] + b"77")
+    assert main(["check", str(parts)]) == 2
+    assert f"{ids}: is damaged, its checksum differs" in capsys.readouterr().err
+    ids.unlink()
+    assert main(["check", str(parts)]) == 2
+    assert f"{ids}: is missing" in capsys.readouterr().err
 
 
 def test_more_hops_than_any_model_has_are_refused(tmp_path: Path) -> None:
