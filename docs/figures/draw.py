@@ -268,10 +268,10 @@ def neutrontp() -> Figure:
     for x, name in ((176, "split"), (422, "gather")):
         figure.arrow((x, 124), (x + 122, 124))
         figure.text(x + 60, 112, name, bold=True, size=15)
-        for place, line in enumerate(("each rank sends", "one block to every", "other rank")):
+        for place, line in enumerate(("each rank sends", "a share to every", "other rank")):
             figure.text(x + 60, 144 + place * 16, line, size=13, colour=QUIET)
     figure.text(
-        360, 226, "0, 1, 2: the rank that holds this piece of the matrix (nodes × columns)", size=13, colour=QUIET
+        360, 226, "0, 1, 2: the rank that holds this share of the matrix (nodes × columns)", size=13, colour=QUIET
     )
     figure.box(14, 244, 692, 1, line=LINE)
     _chain(figure, 262, "Coupled model, 2 layers", ("W₁", "⇄", "sum", "⇄", "W₂", "⇄", "sum", "⇄", "loss"))
