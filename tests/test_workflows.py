@@ -52,6 +52,14 @@ def test_ci_runs_what_ci_run_runs() -> None:
     assert runners["aarch64"].endswith("-arm"), "native, not emulated"
 
 
+def test_once_a_week_all_combinations_run() -> None:
+    """Those that a run of every change leaves out, and no others."""
+    workflow = _workflow("exhaustive.yml")
+    assert workflow["on"].keys() == {"schedule", "workflow_dispatch"}
+    (job,) = workflow["jobs"].values()
+    assert _commands(job) == ['make test PYTEST_ARGS="--exhaustive -m exhaustive"']
+
+
 def test_wheels_are_built_tried_and_published_by_tags() -> None:
     workflow = _workflow("wheels.yml")
     assert workflow["on"]["push"] == {"tags": ["v*"]}

@@ -370,7 +370,7 @@ LAYERS: dict[str, LayerCase] = {
     "PointNetConv": _placed(pyg.PointNetConv, lambda i, o: pyg.PointNetConv(_mlp(i + 3, o))),
     "PointTransformerConv": _placed(pyg.PointTransformerConv, pyg.PointTransformerConv),
     "RGATConv": _case(pyg.RGATConv, _TYPE, num_relations=2),
-    "RGCNConv": _case(pyg.RGCNConv, _TYPE, num_relations=2, note="one set of nodes, edge_type per edge"),
+    "RGCNConv": _case(pyg.RGCNConv, _TYPE, num_relations=2, note="sources and targets are one set of nodes"),
     "ResGatedGraphConv": _case(pyg.ResGatedGraphConv, _ATTR, edge_dim=4),
     "SAGEConv-detached": _case(pyg.SAGEConv, make=Detached, whole=True),
     "SAGEConv-jk": _case(pyg.SAGEConv, make=Twice, whole=True),
