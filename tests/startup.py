@@ -1,4 +1,4 @@
-"""What makes a process that runs tests fast: once in each worker of pytest, and in the fork server."""
+"""What makes a process that runs tests fast: workers of pytest, the fork server, processes with an emulated GPU."""
 
 from __future__ import annotations
 

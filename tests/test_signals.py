@@ -48,7 +48,7 @@ def _begin(code: str, **environment: str) -> subprocess.Popen[str]:
 def test_a_signal_ends_a_command_in_one_line(signum: signal.Signals, code: int, work: str) -> None:
     process = _begin(COMMAND.format(work=work), RANK="3")
     process.send_signal(signum)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=120)
     assert errors == f"{signum.name} reached rank 3 (process {process.pid})\n"
     assert process.returncode == code
 
@@ -60,7 +60,7 @@ def test_a_native_routine_does_not_outlast_a_signal(tmp_path: Path) -> None:
     time.sleep(1.0)  # it is in the routine
     assert list(tmp_path.iterdir())
     process.terminate()
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=120)
     assert not list(tmp_path.iterdir()), "its temporary files go with it"
     said = f"pygdist: error: SIGTERM reached process {process.pid}, whose work has not ended within 1 s\n"
     assert (process.returncode, errors) == (143, said)
@@ -71,7 +71,7 @@ def test_ctrl_c_waits_until_a_rank_can_handle_it() -> None:
     with signals.held():
         process = subprocess.Popen(work, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
     process.send_signal(signal.SIGINT)  # Python has not begun yet
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=120)
     assert (process.returncode, errors) == (130, f"SIGINT reached process {process.pid}\n")
 
 
@@ -80,7 +80,7 @@ def test_after_a_command_a_signal_ends_the_process_without_a_word(signum: signal
     at_exit = "import atexit, time; atexit.register(lambda: (print('ready', flush=True), time.sleep(60)))\n"
     process = _begin(at_exit + "from pygdist import cli; cli._HELP = ''; cli.program()")
     process.send_signal(signum)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=120)
     assert (process.returncode, errors) == (-signum, "")
 
 
@@ -104,7 +104,7 @@ def test_whoever_defers_goes_on_and_a_second_signal_ends_the_process() -> None:
     time.sleep(1.2)
     assert process.poll() is None
     process.terminate()
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=120)
     assert (process.returncode, errors) == (143, f"pygdist: error: SIGTERM reached process {process.pid} again\n")
 
 
@@ -112,7 +112,7 @@ def test_whoever_defers_is_interrupted_in_the_end() -> None:
     process = _begin_deferred(1.5)
     time.sleep(1.0)
     assert process.poll() is None
-    out, errors = process.communicate(timeout=30)
+    out, errors = process.communicate(timeout=120)
     assert (process.returncode, out, errors) == (143, "noted 15 15\n", f"SIGTERM reached process {process.pid}\n")
 
 
@@ -128,7 +128,7 @@ def test_a_signal_that_comes_while_an_object_is_removed_is_not_lost() -> None:
     process = _begin(COMMAND.format(work=work))
     time.sleep(0.3)
     process.terminate()
-    _, errors = process.communicate(timeout=10)
+    _, errors = process.communicate(timeout=120)
     assert (process.returncode, errors) == (143, f"SIGTERM reached process {process.pid}\n")
 
 
@@ -141,7 +141,7 @@ def test_a_forked_process_has_signals_of_its_own() -> None:
         os.kill(child, signal.SIGTERM)
         print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), signals.received(), flush=True)"""
     process = _begin(COMMAND.format(work=work))
-    out, errors = process.communicate(timeout=30)
+    out, errors = process.communicate(timeout=120)
     assert (process.returncode, out, errors) == (0, "-15 0\n", "")
 
 
@@ -186,11 +186,11 @@ print("ready", flush=True)
 time.sleep(60)
 """
     process = _begin(code)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not (tmp_path / "began").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     process.kill()
-    _, errors = process.communicate(timeout=30)  # until the child has closed its end, too
+    _, errors = process.communicate(timeout=120)  # until the child has closed its end, too
     assert errors.startswith(f"pygdist: {said.format(process.pid)}") if said else errors == ""
     assert errors.endswith("had ended before the run did\n") is (outlives == "after it")
     assert (tmp_path / "went on").exists() is (outlives != "never")
@@ -207,11 +207,11 @@ print("ready", flush=True)
 time.sleep(60)
 """
     process = _begin(code)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not (tmp_path / "began").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGSTOP)
-    _, errors = process.communicate(timeout=30)  # until both have closed their ends
+    _, errors = process.communicate(timeout=120)  # until both have closed their ends
     assert process.returncode == -signal.SIGKILL
     assert re.fullmatch(
         f"pygdist: error: process {process.pid}, which started rank 1 .*, was stopped for 6 s; leaving\n", errors
@@ -228,7 +228,8 @@ def test_a_rank_whose_signal_nobody_else_has_heard_of_says_so(
     monkeypatch.setitem(signals._siblings, 7, 1 << 30)  # of another run in this process
     assert cli.main(["fit"]) == 143
     said = capsys.readouterr().err
-    assert said.startswith("pygdist: error: SIGTERM reached rank 1") if says else said == ""
+    begins = "pygdist: error: SIGTERM reached rank 1"
+    assert (said[: len(begins)], bool(said)) == (begins if says else "", says)
 
 
 _RANK = """
@@ -266,10 +267,10 @@ def test_of_ranks_that_torchrun_ends_one_line_tells_which_had_ended(
         assert rank.stdout.readline() == "ready\n"
     ended = starting.pop(first)
     ended.send_signal(signum)
-    _, said = ended.communicate(timeout=30)
+    _, said = ended.communicate(timeout=120)
     for rank in starting:
         rank.terminate()
-    said += "".join(rank.communicate(timeout=30)[1] for rank in starting)
+    said += "".join(rank.communicate(timeout=120)[1] for rank in starting)
     who = rf"rank {first} \(process {ended.pid}\)"
     after = rf"{who} had ended before torchrun's SIGTERM reached rank \d \(process \d+\)"
     assert re.fullmatch(f"pygdist: error: {after if signum == signal.SIGKILL else f'SIGTERM reached {who}'}\n", said)
@@ -281,7 +282,7 @@ def test_a_rank_whose_starter_has_died_before_ends() -> None:
     starter.wait()
     rank = "import time, pygdist; print('ready', flush=True); time.sleep(60)"
     process = _begin(rank, PYGDIST_PARENT=str(starter.pid))
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 1
     assert errors.startswith(f"pygdist: error: process {starter.pid}, which started process {process.pid}, has ended")
 
@@ -290,7 +291,7 @@ def test_the_users_handler_is_called_too() -> None:
     handler = "import signal; signal.signal(signal.SIGTERM, lambda number, _: print('mine', number, flush=True))\n"
     process = _begin(handler + COMMAND.format(work="time.sleep(60)"))
     process.terminate()
-    out, errors = process.communicate(timeout=30)
+    out, errors = process.communicate(timeout=120)
     assert (process.returncode, out, errors) == (143, "mine 15\n", f"SIGTERM reached process {process.pid}\n")
 
 

@@ -64,6 +64,9 @@ class EmulatedProcess:
 
 def _serve(pipe: Connection, interprets: bool) -> None:
     load_device(interprets=interprets)
+    from tests import startup  # which imports torch
+
+    startup.begin()
     while True:
         try:
             asked = pipe.recv_bytes()

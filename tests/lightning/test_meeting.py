@@ -154,7 +154,7 @@ def test_a_rank_zero_that_froze_before_it_told_of_its_store_is_given_up(monkeypa
         said = rf"rank 1 waits for the store of rank 0: rank 0 \(process {frozen.pid}\) was stopped before it came here"
         with pytest.raises(LostRankError, match=said):
             meeting._answer_of_rank_zero(dist.HashStore(), "a", 1, 1.0, 60.0)
-        assert frozen.wait(timeout=30) == -signal.SIGKILL
+        assert frozen.wait(timeout=55) == -signal.SIGKILL
         with pytest.raises(LostRankError, match="rank 0 has not told for 1 s where its store is"):
             meeting._answer_of_rank_zero(dist.HashStore(), "a", 1, 60.0, 1.0)
     finally:
@@ -169,7 +169,7 @@ def test_a_rank_that_is_stopped_as_the_run_ends_does_not_stay_behind(caplog: pyt
         while busy_ticks(stopped.pid) is not None:
             time.sleep(0.01)
         meeting.Launched([stopped, runs_on], 1, 0.2).end_stopped()
-        assert stopped.wait(timeout=30) == -signal.SIGKILL
+        assert stopped.wait(timeout=55) == -signal.SIGKILL
         assert runs_on.poll() is None
         assert caplog.messages == [f"rank 1 (process {stopped.pid}) was stopped as the run ended: killed"]
     finally:

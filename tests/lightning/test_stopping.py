@@ -127,7 +127,7 @@ def test_ranks_of_one_program_end_with_it(method: str, who: str, tmp_path: Path)
         ranks = [one for one in found if "resource_tracker" not in " ".join(one.cmdline())]
         process = run.pid if who == "starter" else ranks[1].pid
         os.kill(process, signal.SIGTERM)
-        _, errors = run.communicate(timeout=30)
+        _, errors = run.communicate(timeout=120)
     finally:
         for one in (run, *ranks):
             with contextlib.suppress(psutil.NoSuchProcess):

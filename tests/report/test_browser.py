@@ -24,6 +24,8 @@ _OPTIONS = (
     "--disable-component-update",
     "--disable-sync",
 )
+_PATIENCE_MS = 240_000.0  # a busy machine draws the page in a minute
+playwright.expect.set_options(timeout=_PATIENCE_MS)
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +35,15 @@ def browser() -> Iterator[Any]:
         pytest.skip(f"no browser is installed: none of {', '.join(_NAMES)} is on the path")
     options = [*_OPTIONS, "--no-sandbox"] if os.geteuid() == 0 else _OPTIONS
     with playwright.sync_playwright() as driver:
-        started = driver.chromium.launch(executable_path=path, args=options, headless=True)
+        started = driver.chromium.launch(executable_path=path, args=options, headless=True, timeout=_PATIENCE_MS)
         yield started
         started.close()
+
+
+def _window(browser: Any, **options: Any) -> Any:
+    context = browser.new_context(offline=True, **options)
+    context.set_default_timeout(_PATIENCE_MS)
+    return context
 
 
 class Page:
@@ -44,7 +52,7 @@ class Page:
     def __init__(self, browser: Any, path: Path, **options: Any) -> None:
         self.requests: list[str] = []
         self.complaints: list[str] = []
-        self.context = browser.new_context(offline=True, **options)
+        self.context = _window(browser, **options)
         self.page = self.context.new_page()
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
@@ -164,7 +172,7 @@ def test_a_phone_in_the_dark(browser: Any, report: Path) -> None:
 
 
 def test_without_scripts_tables_are_read(browser: Any, report: Path) -> None:
-    context = browser.new_context(java_script_enabled=False, offline=True)
+    context = _window(browser, java_script_enabled=False)
     page = context.new_page()
     page.goto(report.as_uri())
     assert page.get_by_text("python run.py --graph Reddit --backend cache --hosts 2").is_visible()
