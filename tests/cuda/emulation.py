@@ -23,7 +23,6 @@ from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import pygdist
@@ -369,7 +368,7 @@ class _Emulation(TorchDispatchMode):
         if any(not issubclass(one, EmulatedTensor) and one.__torch_dispatch__ is not _PLAIN for one in types):
             return NotImplemented  # an adjacency, which calls operators on its tensors
         given = dict(kwargs or {})
-        tensors = [one for one in tree_leaves((args, given)) if isinstance(one, Tensor)]
+        tensors = [*_tensors((args, given))]
         here = [one for one in tensors if isinstance(one, EmulatedTensor)]
         if here and func.namespace == "pygdist":
             with self:  # as on a GPU, by torch's operators
@@ -389,7 +388,7 @@ class _Emulation(TorchDispatchMode):
         if here and not (operator is aten.copy_ and not isinstance(args[1], EmulatedTensor)):
             with no_dispatch():
                 _copies.arrive()
-        plain, named = tree_map(_held, (tuple(args), given))
+        plain, named = _mapped(_held, tuple(args)), _mapped(_held, given)
         if operator is aten.copy_ and self._copies_later(args, given, plain):
             return args[0]
         out = CELLS.get(operator, func)(*plain, **named)
@@ -444,31 +443,64 @@ class _Emulation(TorchDispatchMode):
             self.waits.note(str(operator))
 
 
-def _held(value: Any) -> Any:
+def _held(value: Tensor) -> Tensor:
     return value.held if isinstance(value, EmulatedTensor) else value
+
+
+def _wrapped(value: Tensor) -> Tensor:
+    return EmulatedTensor(value)
+
+
+# torch's functions of trees know more kinds of them, and would take half of the time of the emulation
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    """Go through the tensors in an operator's arguments or results."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        yield from _tensors([*tree.values()])
+    elif isinstance(tree, (tuple, list)):
+        for one in tree:
+            yield from _tensors(one)
+
+
+def _mapped(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Return arguments or results of an operator with what a function makes of their tensors."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if isinstance(tree, dict):
+        return {name: _mapped(function, one) for name, one in tree.items()}
+    if isinstance(tree, (tuple, list)):
+        return type(tree)([_mapped(function, one) for one in tree])
+    return tree
 
 
 def _like_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, *, wraps: bool) -> Any:
     """Return what an operator put out: arguments that it wrote into as they were given, others wrapped."""
-    schema = func._schema
-    written: dict[str, Any] = {}
-    for number, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[number] if number < len(args) else kwargs.get(argument.name)
-            for name in argument.alias_info.before_set:
-                written[name] = value
-
-    def result(returned: Any, one: Any) -> Any:
-        if returned.alias_info is not None and returned.alias_info.is_write:
-            given = written[next(iter(returned.alias_info.before_set))]
-            for wrapper in tree_leaves(given):
-                if isinstance(wrapper, EmulatedTensor) and wrapper.shape != wrapper.held.shape:
-                    raise NotImplementedError(f"{func} changes the shape of a tensor, which is not emulated")
-            return given
-        return tree_map(lambda x: EmulatedTensor(x) if isinstance(x, Tensor) and wraps else x, one)
-
-    if len(schema.returns) == 1:
-        return result(schema.returns[0], out)
-    if not schema.returns:
+    written, returns = _written(func)
+    if not returns:
         return out
-    return tuple(result(returned, one) for returned, one in zip(schema.returns, out, strict=True))
+    values = {name: args[number] if number < len(args) else kwargs.get(key) for name, number, key in written}
+
+    def result(alias: str | None, one: Any) -> Any:
+        if alias is None:
+            return _mapped(_wrapped, one) if wraps else one
+        for wrapper in _tensors(values[alias]):
+            if isinstance(wrapper, EmulatedTensor) and wrapper.shape != wrapper.held.shape:
+                raise NotImplementedError(f"{func} changes the shape of a tensor, which is not emulated")
+        return values[alias]
+
+    if len(returns) == 1:
+        return result(returns[0], out)
+    return tuple(result(alias, one) for alias, one in zip(returns, out, strict=True))
+
+
+@functools.cache
+def _written(func: Any) -> tuple[list[tuple[str, int, str]], list[str | None]]:
+    """Return which arguments an operator writes into (alias, number, name), and the alias of each result if any."""
+
+    def aliases(one: Any) -> list[str]:
+        return [*one.alias_info.before_set] if one.alias_info is not None and one.alias_info.is_write else []
+
+    numbered = enumerate(func._schema.arguments)
+    written = [(alias, number, one.name) for number, one in numbered for alias in aliases(one)]
+    return written, [next(iter(aliases(one)), None) for one in func._schema.returns]
