@@ -222,6 +222,9 @@ time.sleep(60)
 def test_a_rank_whose_signal_nobody_else_has_heard_of_says_so(
     variables: dict[str, str], says: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    signals.uninstall()  # after a test whose trainer failed: other ranks would have heard
+    for name in ("PYGDIST_PARENT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"):
+        monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(cli, "_load", lambda command: signal.raise_signal(signal.SIGTERM))
