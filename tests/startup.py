@@ -1,4 +1,4 @@
-"""What makes a process that runs tests fast: workers of pytest, the fork server, processes with an emulated GPU."""
+"""What makes processes that run tests fast; called in pytest's workers, the fork server and emulated processes."""
 
 from __future__ import annotations
 

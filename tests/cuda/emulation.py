@@ -324,6 +324,8 @@ def _before_dispatch(mode: _Emulation) -> list[tuple[Any, str, Callable[..., Any
 def _triton_as(how: str, mode: _Emulation) -> dict[str, Callable[..., Any]]:
     """Return what stands for the functions of ours that need a GPU to run what Triton compiles."""
     launch = {"runs": _triton.launch, "compiles": compile_kernel, "no": None}[how]
+    if how == "runs":
+        _prepare_interpreter()
 
     def launch_held(name: str, grid: tuple[int, int, int], *args: Any, **constants: Any) -> None:
         mode.check(name, [one for one in args if isinstance(one, Tensor)])
@@ -332,6 +334,27 @@ def _triton_as(how: str, mode: _Emulation) -> dict[str, Callable[..., Any]]:
         launch(name, grid, *map(_held, args), **constants)
 
     return {"works": lambda number: how != "no", "launch": launch_held}
+
+
+@functools.cache
+def _prepare_interpreter() -> None:
+    """Let a function that a kernel calls replace Triton's language once for the function's module, not in each call.
+
+    Each call would go through the whole language, for most of a kernel's time. Once is enough: what a launch replaces
+    it puts back, but each launch replaces it again; what a call replaces beyond that, in ``triton.language.core``, the
+    interpreter never puts back.
+    """
+    from triton.runtime import interpreter
+
+    replaced = set[str]()
+
+    def called(self: Any, *args: Any, **given: Any) -> Any:
+        if self.fn.__module__ not in replaced:
+            replaced.add(self.fn.__module__)
+            interpreter._patch_lang(self.fn)
+        return self.rewrite()(*args, **given)
+
+    interpreter.InterpretedFunction.__call__ = called
 
 
 _NATIVE: dict[str, bool] = {}
@@ -443,15 +466,11 @@ class _Emulation(TorchDispatchMode):
             self.waits.note(str(operator))
 
 
-def _held(value: Tensor) -> Tensor:
+def _held(value: Any) -> Any:
     return value.held if isinstance(value, EmulatedTensor) else value
 
 
-def _wrapped(value: Tensor) -> Tensor:
-    return EmulatedTensor(value)
-
-
-# torch's functions of trees know more kinds of them, and would take half of the time of the emulation
+# torch's pytree knows more containers than operators have, and took half of an operator's time
 def _tensors(tree: Any) -> Iterator[Tensor]:
     """Go through the tensors in an operator's arguments or results."""
     if isinstance(tree, Tensor):
@@ -464,7 +483,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _mapped(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Return arguments or results of an operator with what a function makes of their tensors."""
+    """Return the same tree, of an operator's arguments or results, with each tensor replaced by ``function(tensor)``."""
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, dict):
@@ -476,14 +495,14 @@ def _mapped(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
 
 def _like_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any, *, wraps: bool) -> Any:
     """Return what an operator put out: arguments that it wrote into as they were given, others wrapped."""
-    written, returns = _written(func)
+    written, returns = _aliases(func)
     if not returns:
         return out
     values = {name: args[number] if number < len(args) else kwargs.get(key) for name, number, key in written}
 
     def result(alias: str | None, one: Any) -> Any:
         if alias is None:
-            return _mapped(_wrapped, one) if wraps else one
+            return _mapped(EmulatedTensor, one) if wraps else one
         for wrapper in _tensors(values[alias]):
             if isinstance(wrapper, EmulatedTensor) and wrapper.shape != wrapper.held.shape:
                 raise NotImplementedError(f"{func} changes the shape of a tensor, which is not emulated")
@@ -495,12 +514,18 @@ def _like_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], o
 
 
 @functools.cache
-def _written(func: Any) -> tuple[list[tuple[str, int, str]], list[str | None]]:
-    """Return which arguments an operator writes into (alias, number, name), and the alias of each result if any."""
+def _aliases(func: Any) -> tuple[tuple[tuple[str, int, str], ...], tuple[str | None, ...]]:
+    """Return the arguments that an operator writes into (alias, number, name).
+
+    Also return, for each result, the alias of the argument that it is, or ``None``.
+    """
 
     def aliases(one: Any) -> list[str]:
-        return [*one.alias_info.before_set] if one.alias_info is not None and one.alias_info.is_write else []
+        if one.alias_info is None or not one.alias_info.is_write:
+            return []
+        assert one.alias_info.before_set, f"{func} writes into what has no name"
+        return [*one.alias_info.before_set]
 
     numbered = enumerate(func._schema.arguments)
-    written = [(alias, number, one.name) for number, one in numbered for alias in aliases(one)]
-    return written, [next(iter(aliases(one)), None) for one in func._schema.returns]
+    written = tuple((alias, number, one.name) for number, one in numbered for alias in aliases(one))
+    return written, tuple(next(iter(aliases(one)), None) for one in func._schema.returns)

@@ -67,8 +67,6 @@ def _serve(pipe: Connection, interprets: bool) -> None:
     from tests import startup  # which imports torch
 
     startup.begin()
-    if interprets and importlib.util.find_spec("triton") is not None:
-        _prepare_interpreter()
     while True:
         try:
             asked = pipe.recv_bytes()
@@ -80,24 +78,6 @@ def _serve(pipe: Connection, interprets: bool) -> None:
         except BaseException:
             answer = False, traceback.format_exc()
         pipe.send_bytes(pickle.dumps(answer))
-
-
-def _prepare_interpreter() -> None:
-    """Let Triton's interpreter replace functions of its language once for each module that calls them.
-
-    It does so in each call of a function by a kernel, for a third of the kernel's time, and never puts them back.
-    """
-    from triton.runtime import interpreter
-
-    replaced = set[int]()
-
-    def called(self: Any, *args: Any, **given: Any) -> Any:
-        if id(self.fn.__globals__) not in replaced:
-            replaced.add(id(self.fn.__globals__))
-            interpreter._patch_lang(self.fn)
-        return self.rewrite()(*args, **given)
-
-    interpreter.InterpretedFunction.__call__ = called
 
 
 def load_device(*, interprets: bool = True) -> None:

@@ -122,7 +122,7 @@ def test_an_error_of_a_connection_of_the_users_own_is_told_as_it_is() -> None:
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes")
 def test_launched_processes_that_end_or_freeze_are_given_up() -> None:
-    code = "import time; time.sleep(60)"  # as one that waits for a file
+    code = "import time; time.sleep(600)"  # as one that waits for a file
     gone = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
     waiting, frozen = (subprocess.Popen([sys.executable, "-c", code]) for _ in range(2))
     try:
@@ -147,14 +147,14 @@ def test_launched_processes_that_end_or_freeze_are_given_up() -> None:
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes")
 def test_a_rank_zero_that_froze_before_it_told_of_its_store_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under torchrun, whose ranks wait for the address."""
-    frozen = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    frozen = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     monkeypatch.setattr(meeting, "siblings", lambda: {0: frozen.pid})
     try:
         frozen.send_signal(signal.SIGSTOP)
         said = rf"rank 1 waits for the store of rank 0: rank 0 \(process {frozen.pid}\) was stopped before it came here"
         with pytest.raises(LostRankError, match=said):
             meeting._answer_of_rank_zero(dist.HashStore(), "a", 1, 1.0, 60.0)
-        assert frozen.wait(timeout=55) == -signal.SIGKILL
+        assert frozen.wait(timeout=120) == -signal.SIGKILL
         with pytest.raises(LostRankError, match="rank 0 has not told for 1 s where its store is"):
             meeting._answer_of_rank_zero(dist.HashStore(), "a", 1, 60.0, 1.0)
     finally:
@@ -163,13 +163,13 @@ def test_a_rank_zero_that_froze_before_it_told_of_its_store_is_given_up(monkeypa
 
 
 def test_a_rank_that_is_stopped_as_the_run_ends_does_not_stay_behind(caplog: pytest.LogCaptureFixture) -> None:
-    stopped, runs_on = (subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) for _ in range(2))
+    stopped, runs_on = (subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]) for _ in range(2))
     try:
         stopped.send_signal(signal.SIGSTOP)
         while busy_ticks(stopped.pid) is not None:
             time.sleep(0.01)
         meeting.Launched([stopped, runs_on], 1, 0.2).end_stopped()
-        assert stopped.wait(timeout=55) == -signal.SIGKILL
+        assert stopped.wait(timeout=120) == -signal.SIGKILL
         assert runs_on.poll() is None
         assert caplog.messages == [f"rank 1 (process {stopped.pid}) was stopped as the run ended: killed"]
     finally:

@@ -24,7 +24,7 @@ _OPTIONS = (
     "--disable-component-update",
     "--disable-sync",
 )
-_PATIENCE_MS = 240_000.0  # a busy machine draws the page in a minute
+_PATIENCE_MS = 150_000.0  # a busy machine draws the page in a minute
 playwright.expect.set_options(timeout=_PATIENCE_MS)
 
 
