@@ -46,8 +46,9 @@ def _begin(code: str, **environment: str) -> subprocess.Popen[str]:
 
 @pytest.fixture(autouse=True)
 def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget what a trainer of another test has left, if it failed: it would be one rank of several."""
+    """Forget what a trainer of another test has left, if it failed: it would be one rank of several. Leave nothing."""
     signals.uninstall()
+    monkeypatch.setattr(signals, "_state", signals._Handling())
     for name in ("RANK", "LOCAL_RANK", "PYGDIST_PARENT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"):
         monkeypatch.delenv(name, raising=False)
 

@@ -483,7 +483,7 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _mapped(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
-    """Return the same tree, of an operator's arguments or results, with each tensor replaced by ``function(tensor)``."""
+    """Return the same tree of arguments or results, with each tensor replaced by ``function(tensor)``."""
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, dict):
