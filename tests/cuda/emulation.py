@@ -521,11 +521,10 @@ def _aliases(func: Any) -> tuple[tuple[tuple[str, int, str], ...], tuple[str | N
     """
 
     def aliases(one: Any) -> list[str]:
-        if one.alias_info is None or not one.alias_info.is_write:
-            return []
-        assert one.alias_info.before_set, f"{func} writes into what has no name"
-        return [*one.alias_info.before_set]
+        return [*one.alias_info.before_set] if one.alias_info is not None and one.alias_info.is_write else []
 
     numbered = enumerate(func._schema.arguments)
     written = tuple((alias, number, one.name) for number, one in numbered for alias in aliases(one))
-    return written, tuple(next(iter(aliases(one)), None) for one in func._schema.returns)
+    returns = func._schema.returns
+    assert all(aliases(one) for one in returns if one.alias_info is not None and one.alias_info.is_write)
+    return written, tuple(next(iter(aliases(one)), None) for one in returns)
