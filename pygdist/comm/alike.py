@@ -1,4 +1,4 @@
-"""What must be equal on all ranks: options, which each may read from another command line, and parameters."""
+"""Comparisons of ranks: all need equal options, which each may read from another command line, and equal parameters."""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,12 +16,11 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GCNConv, MeanAggregation, MessagePassing, SAGEConv, global_mean_pool
 from typing_extensions import override
 
-from pygdist.backends import ReplicaBackend, resolve_backend
 from pygdist.comm import Communicator
-from pygdist.graph import Shard, write_store
-from pygdist.native import load
+from pygdist.graph import write_store
 from pygdist.routing import distribute
 from pygdist.testing import RankPool, random_graph
+from tests.routing.bound import bound, needs_planner
 
 pytestmark = pytest.mark.slow
 
@@ -68,8 +66,8 @@ def _in_a_helper(x: Tensor) -> Tensor:
 
 
 def _after_many(x: Tensor) -> Tensor:
-    for bound in range(2):
-        assert x.max() < 1e6 + bound
+    for more in range(2):
+        assert x.max() < 1e6 + more
     return x * 2 if x[:, 0].mean() > 37 else x
 
 
@@ -270,27 +268,25 @@ def _models(table: str) -> dict[str, nn.Module]:
 
 def _say(rank: int, world_size: int, folder: str, backend: str, names: list[str], table: str) -> dict[str, Any]:
     """What the first pass of each model says, or its owned rows and what it puts out."""
-    shard, said = Shard.load(Path(folder) / ("replicas" if backend == "replica" else "nodes"), rank), {}
+    said = {}
     for name in names:
-        bound = ReplicaBackend(hops=3) if backend == "replica" else resolve_backend(backend)
-        bound.bind(shard, Communicator(dist.new_group()))
+        shard, running = bound(backend, folder, rank, Communicator(dist.new_group()))
         torch.manual_seed(0)
         model = (_models(table)[name] if table else Tested() if name == "tested" else Guarding()).double()
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             try:
-                out = distribute(model, backend=bound)(shard.x, shard.adjacency)
+                out = distribute(model, backend=running)(shard.x, shard.adjacency)
                 said[name] = shard.owned_id, out.detach(), [str(one.message) for one in warned]
             except Exception as error:
                 said[name] = f"{type(error).__name__}: {error}"
     return said
 
 
-_NEEDS_LIBRARY = pytest.mark.skipif(load() is None, reason="hybrid plans in the native library")
 BACKENDS = [
     "comm", "tensor", "replica",
     pytest.param("cache", marks=pytest.mark.exhaustive),
-    pytest.param("hybrid", marks=[pytest.mark.exhaustive, _NEEDS_LIBRARY]),
+    pytest.param("hybrid", marks=[pytest.mark.exhaustive, needs_planner]),
 ]  # fmt: skip
 
 
